@@ -1,0 +1,2 @@
+// Gather ragged rows into flat batches: plain functions over spans, no Python.
+#pragma once

@@ -1,0 +1,2 @@
+// Packing of sequence lengths into bins: plain functions over spans, no Python.
+#pragma once

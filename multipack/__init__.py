@@ -1,0 +1,1 @@
+"""Pack, deal, collate and prefetch token sequences for language-model training."""
