@@ -1,0 +1,215 @@
+"""What a training run is told: one frozen record, its keys named as in axolotl where they mean the same.
+
+Every key is checked when the record is made, before a model, a data set or a process group exists. A value that other trainers
+know and this one does not is an error with a remedy; no key is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from multipack.train.config_checks import check_config, check_dataset
+from multipack.train.config_file import read_config
+
+Overlong = Literal["error", "truncate", "split", "drop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """One source of rows and how a row becomes tokens."""
+
+    path: str
+    """A jsonl(.gz), json, parquet or arrow file, a folder of such files or of `save_to_disk`, or a name on the hub."""
+    type: Literal["auto", "alpaca", "messages", "chat_template", "text", "completion"] = "auto"
+    """Format of a row. axolotl's `chat_template` is `messages`, its `completion` is `text`; `auto` looks at the columns."""
+    name: str | None = None
+    """Configuration of a hub data set."""
+    split: str = "train"
+    """Split to train on, in the language of `datasets`: "train", "train[:1%]"."""
+    field_messages: str = "messages"
+    """Column of the conversation, for `messages`."""
+    field: str = "text"
+    """Column of the document, for `text`."""
+
+    def __post_init__(self) -> None:
+        check_dataset(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One supervised run. Sizes are a rank's unless the name says otherwise; a step is an optimizer step.
+
+    Tokens a rank takes in one micro-step: at most `micro_batch_size * sequence_len`, in `micro_batch_size` bins laid end to end.
+    Tokens of an optimizer step: that times `gradient_accumulation_steps` times the number of ranks.
+
+    Raises:
+        ValueError: a value is out of its bounds or contradicts another one; the message holds both and the remedy.
+    """
+
+    # Model
+    base_model: str | None = None
+    """Folder or hub name of a causal language model. None: a small Llama with random weights."""
+    model_type: str = "AutoModelForCausalLM"
+    """Class of transformers that loads `base_model`, such as LlamaForCausalLM."""
+    overrides_of_model_config: dict[str, Any] = field(default_factory=dict)
+    """Values put over the model's own configuration, or over that of the small random Llama."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with `base_model` or the tokenizer. Off: such models are refused."""
+    tokenizer: str | None = None
+    """Folder or hub name. None: that of `base_model`; without a base model the built-in tokenizer of bytes."""
+    tokenizer_type: str = "AutoTokenizer"
+    """Class of transformers that loads the tokenizer."""
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    """Tokens to set on the tokenizer: bos_token, eos_token, unk_token, pad_token."""
+
+    # Data
+    datasets: list[DatasetConfig] = field(default_factory=list)
+    """Sources of rows, joined in this order. None and no `data`: instruction pairs from the installed Python's library."""
+    data: str | None = None
+    """Short for one source with `type: auto`; excludes `datasets`."""
+    dataset_prepared_path: str = "last_run_prepared"
+    """Folder of the token cache, shared between runs."""
+    prepare_only: bool = False
+    """Fill the token cache and stop."""
+    prepare_timeout_s: float = 7200.0
+    """Seconds a rank waits for another one that is filling the cache before it gives up."""
+    val_set_size: int | float = 0
+    """Rows held out for validation: a share below 1 or a count. 0: none."""
+    train_on_inputs: bool = False
+    """Also learn to predict the prompt. Off: only completions and assistant turns have labels."""
+    sequence_len: int = 2048
+    """Capacity of a bin and longest row, in tokens."""
+    overlong: Overlong = "error"
+    """What happens to rows above `sequence_len`: refuse, cut the end off, cut into rows, or leave out (axolotl's way)."""
+
+    # Batches
+    sample_packing: bool = True
+    """Pack rows into bins of `sequence_len`. Off: `micro_batch_size` rows are padded to the longest of them."""
+    pad_to_sequence_len: bool = False
+    """Pad every batch to its full `micro_batch_size * sequence_len` slots, for compiled models that want one shape."""
+    group_by_length: bool = False
+    """Only false: packing already makes neighbours of every length fill a bin."""
+    micro_batch_size: int = 1
+    """Bins (or rows, without packing) a rank takes in one micro-step."""
+    gradient_accumulation_steps: int = 1
+    """Micro-steps of an optimizer step."""
+    pack_method: Literal["auto", "stream", "best_fit_decreasing", "next_fit"] = "auto"
+    """How rows are grouped into bins; see `multipack.pack`."""
+    balance: Literal["none", "sorted", "lpt"] = "none"
+    """How the bins of a step are dealt to ranks: as they come, by equal cost a micro-step, or by equal cost a step."""
+    tail: Literal["even", "pad", "drop", "error"] = "even"
+    """What happens to the sequences of the last, incomplete micro-step of an epoch; see `DistributedBatchSampler`."""
+    num_workers: int = 1
+    """Background threads that collate batches. 0: the training thread does."""
+    prefetch_batches: int | None = None
+    """Batches collated ahead. None: two for each thread."""
+
+    # Length of the run
+    num_epochs: int = 1
+    """Passes over the training rows."""
+    max_steps: int | None = None
+    """Optimizer steps after which the run ends, should `num_epochs` not end it before."""
+    seed: int = 42
+    """Seed of the order of rows, the validation split, new weights and dropout."""
+
+    # Optimizer
+    optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "sgd"] = "adamw_torch"
+    """Update rule; adamw_bnb_8bit keeps its state in 8 bits (bitsandbytes)."""
+    lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
+    """Shape of the learning rate over the run; cosine and linear end at 0."""
+    learning_rate: float = 1e-3
+    """Highest learning rate. The default suits the small random Llama; fine-tuning takes 1e-5 to 2e-4."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises from 0."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; biases and norms have none."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = 0.999
+    """Decay of AdamW's second moment."""
+    adam_epsilon: float = 1e-8
+    """Added to the root of AdamW's second moment."""
+    max_grad_norm: float = 1.0
+    """Bound of the gradient's norm over all ranks. 0: measured, never clipped."""
+
+    # Precision, memory and kernels
+    bf16: bool | Literal["auto"] = "auto"
+    """Compute in bfloat16, master weights in float32. auto: where the GPU can."""
+    fp16: bool = False
+    """Only false: float16 needs loss scaling, which this trainer has not."""
+    tf32: bool = False
+    """Let float32 matrix products use TensorFloat-32 on GPUs that have it."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory for about a third more compute."""
+    flash_attention: bool = True
+    """Packed batches run through the `multipack` attention: torch's varlen flash kernels on CUDA, segment by segment on CPU."""
+    flash_attn_cross_entropy: bool = False
+    """Only false: a fused kernel of the flash-attn package."""
+    flash_attn_rms_norm: bool = False
+    """Only false: a fused kernel of the flash-attn package."""
+    flash_attn_fuse_qkv: bool = False
+    """Only false: a fused kernel of the flash-attn package."""
+    flash_attn_fuse_mlp: bool = False
+    """Only false: a fused kernel of the flash-attn package."""
+
+    # Engine
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """What ranks share: nothing (DDP), optimizer state, also gradients, also parameters."""
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory between uses; needs `zero_stage` 2 or 3."""
+    deepspeed: str | None = None
+    """DeepSpeed JSON file; trains with DeepSpeed and the file's stage instead of `zero_stage`."""
+
+    # Adapters
+    adapter: Literal["lora", "qlora"] | None = None
+    """Train low-rank matrices beside frozen weights (LoRA), which qlora keeps in 4 bits."""
+    load_in_4bit: bool = False
+    """Hold the frozen weights as 4-bit NormalFloat; goes with `adapter: qlora`."""
+    lora_r: int = 8
+    """Rank of the added matrices."""
+    lora_alpha: int = 16
+    """Scale: the added product counts `lora_alpha / lora_r`."""
+    lora_dropout: float = 0.0
+    """Dropout before the added matrices."""
+    lora_target_linear: bool = False
+    """Adapt every linear layer except the output head."""
+    lora_target_modules: list[str] | None = None
+    """Names of the layers to adapt, such as q_proj."""
+
+    # Output
+    output_dir: str = "runs/sft"
+    """Folder of checkpoints, metrics and the picture of the run."""
+    logging_steps: int = 1
+    """Steps between two lines of metrics."""
+    eval_steps: int | float | None = None
+    """Steps between two validations, or a share of the run below 1. None: after every epoch. Needs `val_set_size`."""
+    save_steps: int | float | None = None
+    """Steps between two checkpoints, or a share of the run below 1. None: at the end."""
+    save_total_limit: int = 2
+    """Newest checkpoints that are kept."""
+    resume_from_checkpoint: str | None = None
+    """Checkpoint folder to go on from, or "last" for the newest in `output_dir`."""
+
+    def __post_init__(self) -> None:
+        check_config(self)
+
+    @property
+    def sources(self) -> list[DatasetConfig]:
+        """The sources of rows; empty for the built-in data."""
+        return [DatasetConfig(path=self.data)] if self.data is not None else self.datasets
+
+
+def every_steps(interval: int | float, num_steps: int) -> int:
+    """Steps between two events, from a count of steps or a share of the run's `num_steps` below 1 (0.2 of 101 steps: 20)."""
+    return max(1, int(interval * num_steps)) if interval < 1 else int(interval)
+
+
+def load_config(argv: Sequence[str] | None = None) -> TrainConfig:
+    """Read `--config FILE.yml` and `--key value` pairs, which go over the file's.
+
+    Raises:
+        ValueError: an unknown key (the message names the nearest one), a value of a wrong type, or one that the checks refuse.
+    """
+    return read_config(TrainConfig, argv)
