@@ -1,1 +1,218 @@
 #include "packing.h"
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+#include <vector>
+
+#include "random.h"
+#include "stream.h"
+
+namespace multipack {
+
+namespace {
+
+/// The smallest set number not below a given one, in a two-level bitmap.
+class SuccessorSet {
+  public:
+    explicit SuccessorSet(int32_t largest) : words_((largest >> 6) + 1), summary_((largest >> 12) + 1) {}
+
+    void insert(int32_t i) {
+        words_[i >> 6] |= 1ULL << (i & 63);
+        summary_[i >> 12] |= 1ULL << ((i >> 6) & 63);
+    }
+
+    void erase(int32_t i) {
+        if (!(words_[i >> 6] &= ~(1ULL << (i & 63)))) summary_[i >> 12] &= ~(1ULL << ((i >> 6) & 63));
+    }
+
+    int32_t successor(int32_t i) const {
+        size_t word = i >> 6;
+        const uint64_t here = words_[word] >> (i & 63);
+        if (here) return i + std::countr_zero(here);
+        if (++word >= words_.size()) return -1;
+        size_t block = word >> 6;
+        uint64_t blocks = summary_[block] >> (word & 63) << (word & 63);
+        while (!blocks) {
+            if (++block >= summary_.size()) return -1;
+            blocks = summary_[block];
+        }
+        word = (block << 6) + std::countr_zero(blocks);
+        return static_cast<int32_t>(word << 6) + std::countr_zero(words_[word]);
+    }
+
+  private:
+    std::vector<uint64_t> words_, summary_;
+};
+
+/// Bins that hold the same lengths: `copies` of `length` on top of what `parent` holds.
+struct Group {
+    int32_t parent, length, copies, next;
+    int64_t sequences;  // in one bin
+    int64_t count;      // bins still open with this content
+};
+
+/// Best-fit decreasing over groups; returns the number of bins and leaves the final groups in `groups`.
+int64_t best_fit_groups(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences,
+                        std::vector<Group>& groups) {
+    SuccessorSet remainders(capacity);
+    std::vector<int32_t> head(capacity + 1, -1);
+    int64_t bins = 0;
+    for (int32_t length = capacity; length > 0; --length) {
+        int64_t left = counts[length];
+        while (left > 0) {
+            const int32_t tightest = remainders.successor(length);
+            const int32_t parent = tightest < 0 ? -1 : head[tightest];
+            const int32_t rest = parent < 0 ? capacity : tightest;
+            const int64_t held = parent < 0 ? 0 : groups[parent].sequences;
+            // Every bin of the group takes as many copies as fit; a last bin takes what is left.
+            const int64_t copies = std::min({left, int64_t{rest / length}, max_sequences - held});
+            int64_t taken = left / copies;
+            if (parent < 0) {
+                bins += taken;
+            } else {
+                taken = std::min(taken, groups[parent].count);
+                groups[parent].count -= taken;
+                if (groups[parent].count == 0) {
+                    head[rest] = groups[parent].next;
+                    if (head[rest] < 0) remainders.erase(rest);
+                }
+            }
+            left -= copies * taken;
+            const int32_t rest_after = rest - static_cast<int32_t>(copies) * length;
+            groups.push_back({parent, length, static_cast<int32_t>(copies), -1, held + copies, taken});
+            if (rest_after > 0 && held + copies < max_sequences) {
+                groups.back().next = head[rest_after];
+                head[rest_after] = static_cast<int32_t>(groups.size()) - 1;
+                remainders.insert(rest_after);
+            }
+        }
+    }
+    return bins;
+}
+
+/// Row ids grouped by length (a counting sort), shuffled inside each length.
+std::vector<int32_t> rows_by_length(std::span<const int32_t> lengths, std::span<const int64_t> starts, uint64_t seed) {
+    std::vector<int32_t> rows(lengths.size());
+    std::vector<int64_t> next(starts.begin(), starts.end());
+    for (size_t row = 0; row < lengths.size(); ++row) rows[next[lengths[row]]++] = static_cast<int32_t>(row);
+    Random random(seed);
+    for (size_t length = 0; length + 1 < starts.size(); ++length) {
+        const int64_t size = starts[length + 1] - starts[length];
+        if (size > 1) shuffle(std::span(rows).subspan(starts[length], size), random);
+    }
+    return rows;
+}
+
+/// Write the bins of the groups: parents first, so that a bin's lengths fall.
+void emit_groups(const std::vector<Group>& groups, std::span<const int32_t> rows, std::vector<int64_t> next,
+                 std::span<int64_t> offsets, std::span<int32_t> indices) {
+    int64_t written = 0, bin = 0;
+    offsets[0] = 0;
+    std::vector<const Group*> content;
+    for (const Group& group : groups) {
+        if (group.count == 0) continue;
+        content.clear();
+        for (const Group* part = &group;; part = &groups[part->parent]) {
+            content.push_back(part);
+            if (part->parent < 0) break;
+        }
+        for (int64_t repeat = 0; repeat < group.count; ++repeat) {
+            for (auto part = content.rbegin(); part != content.rend(); ++part) {
+                int64_t& from = next[(*part)->length];
+                std::copy_n(rows.begin() + from, (*part)->copies, indices.begin() + written);
+                from += (*part)->copies;
+                written += (*part)->copies;
+            }
+            offsets[++bin] = written;
+        }
+    }
+}
+
+}  // namespace
+
+void histogram(std::span<const int32_t> lengths, std::span<int64_t> counts) {
+    // Four tables, since equal neighbours would otherwise wait for each other's store.
+    std::fill(counts.begin(), counts.end(), 0);
+    const size_t size = counts.size();
+    const size_t whole = lengths.size() / 4 * 4;
+    if (whole < size) {
+        for (int32_t length : lengths) ++counts[length];
+        return;
+    }
+    std::vector<int32_t> tables(3 * size);
+    for (size_t i = 0; i < whole; i += 4) {
+        ++counts[lengths[i]];
+        ++tables[lengths[i + 1]];
+        ++tables[size + lengths[i + 2]];
+        ++tables[2 * size + lengths[i + 3]];
+    }
+    for (size_t i = whole; i < lengths.size(); ++i) ++counts[lengths[i]];
+    for (size_t l = 0; l < size; ++l) counts[l] += int64_t{tables[l]} + tables[size + l] + tables[2 * size + l];
+}
+
+int64_t lower_bound(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences) {
+    const int32_t half = capacity / 2;
+    int64_t count = 0, tokens = 0, large = 0, large_gap = 0;  // large: longer than half a bin
+    for (int32_t l = 1; l <= capacity; ++l) {
+        count += counts[l];
+        tokens += counts[l] * l;
+        if (l > half) {
+            large += counts[l];
+            large_gap += counts[l] * (capacity - l);
+        }
+    }
+    auto ceil_divide = [](int64_t a, int64_t b) { return a / b + (a % b != 0); };
+    int64_t bound = std::max(ceil_divide(tokens, capacity), ceil_divide(count, max_sequences));
+    // L2: sequences shorter than `shortest` are ignored; those longer than capacity - shortest stand alone, so their
+    // gaps are worth nothing; the small ones must go into the gaps of the others or into bins of their own.
+    int64_t small_tokens = 0, gap = large_gap;
+    for (int32_t l = 1; l <= half; ++l) small_tokens += counts[l] * l;
+    for (int32_t shortest = 1; shortest <= half; ++shortest) {
+        gap -= counts[capacity - shortest + 1] * (shortest - 1);
+        bound = std::max(bound, large + (small_tokens > gap ? ceil_divide(small_tokens - gap, capacity) : 0));
+        small_tokens -= counts[shortest] * shortest;
+    }
+    return std::max(bound, large);
+}
+
+int64_t next_fit(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences,
+                 std::span<int64_t> offsets, std::span<int32_t> indices) {
+    int64_t bins = 0, start = 0, used = 0;
+    offsets[0] = 0;
+    std::iota(indices.begin(), indices.end(), 0);
+    const int64_t count = static_cast<int64_t>(lengths.size());
+    for (int64_t row = 0; row < count; ++row) {
+        if (used + lengths[row] > capacity || row - start == max_sequences) {
+            offsets[++bins] = start = row;
+            used = 0;
+        }
+        used += lengths[row];
+    }
+    if (count > 0) offsets[++bins] = count;
+    return bins;
+}
+
+int64_t best_fit_decreasing_bins(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences) {
+    std::vector<Group> groups;
+    return best_fit_groups(counts, capacity, max_sequences, groups);
+}
+
+int64_t best_fit_decreasing(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
+                            std::span<int64_t> offsets, std::span<int32_t> indices) {
+    std::vector<int64_t> counts(capacity + 1);
+    histogram(lengths, counts);
+    std::vector<Group> groups;
+    const int64_t bins = best_fit_groups(counts, capacity, max_sequences, groups);
+    std::vector<int64_t> starts(capacity + 2, 0);
+    std::partial_sum(counts.begin(), counts.end(), starts.begin() + 1);
+    emit_groups(groups, rows_by_length(lengths, starts, seed), starts, offsets, indices);
+    return bins;
+}
+
+int64_t pack_auto(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
+                  std::span<int64_t> offsets, std::span<int32_t> indices) {
+    return stream(lengths, capacity, max_sequences, seed, 0.0, offsets, indices);
+}
+
+}  // namespace multipack

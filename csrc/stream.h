@@ -1,0 +1,82 @@
+// Stream packing (shuffle-preserving exact fill): nearly full bins in nearly the given order.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "random.h"
+
+namespace multipack {
+
+/// A pool of waiting sequences, from which bins are filled.
+///
+/// A bin is led by the oldest sequence and filled in order of arrival until the rest is below the pool's mean
+/// length; then the rest is closed exactly by one, two or three sequences of the pool, found in a bitmap of the
+/// lengths present. Where no exact fill exists, the nearest single or pair is taken.
+///
+/// Invariant: presence bitmaps, counts per length, token sums and the age list describe the same set of slots.
+class StreamPool {
+  public:
+    StreamPool(int32_t capacity, int32_t pool_size, int64_t max_sequences, uint64_t seed);
+
+    int32_t size() const { return size_; }
+    int32_t pool_size() const { return pool_size_; }
+    bool full() const { return size_ == pool_size_; }
+
+    /// Add a sequence; the pool must not be full.
+    void push(int64_t id, int32_t length);
+
+    /// Take one bin out of the pool, which must not be empty. Appends ids to `ids` and returns the tokens taken.
+    int32_t fill(std::vector<int64_t>& ids);
+
+    /// Sequences in order of arrival, for a saved state.
+    void snapshot(std::vector<int64_t>& ids, std::vector<int32_t>& lengths) const;
+
+  private:
+    struct Slot {
+        int64_t id;
+        int64_t arrival;
+        int32_t length;
+        int32_t older, newer;            // neighbours in order of arrival
+        int32_t older_large, newer_large;  // the same among sequences longer than half the capacity
+        int32_t newer_same;              // next of the same length
+    };
+    struct Bucket {
+        int32_t count = 0, head = -1, tail = -1;
+    };
+
+    void take(int32_t slot, std::vector<int64_t>& ids);
+    void take_length(int32_t length, std::vector<int64_t>& ids) { take(buckets_[length].head, ids); }
+    bool present(int32_t length) const { return buckets_[length].count > 0; }
+    void mark(int32_t length);
+    void unmark(int32_t length);
+    int32_t longest_up_to(int32_t length) const;
+    int32_t exact_pair(int32_t target, int32_t first_word);
+    bool close_with_triple(int32_t rest, std::vector<int64_t>& ids);
+    int32_t nearest_pair(int32_t rest, int32_t single, int32_t* total);
+    int32_t fill_in_order(int32_t rest, int64_t room, std::vector<int64_t>& ids, int64_t* taken);
+    bool large_need_all_small() const;
+
+    int32_t capacity_, pool_size_, half_;
+    int64_t max_sequences_;
+    std::vector<uint64_t> present_, mirrored_;  // bit l, bit capacity - l
+    std::vector<Bucket> buckets_;
+    std::vector<Slot> slots_;
+    std::vector<int32_t> free_;
+    int32_t size_ = 0;
+    int64_t arrivals_ = 0, tokens_ = 0;
+    int64_t large_gap_ = 0, small_tokens_ = 0;
+    int64_t search_budget_ = 0;
+    Random random_;
+};
+
+/// Pool size that keeps bins full: eight bins' worth of sequences, at least 256.
+int32_t stream_pool_size(int64_t num_sequences, int64_t num_tokens, int32_t capacity);
+
+/// Pack a whole array through a pool. Returns the number of bins, or -1 as soon as fewer than `min_exact_share` of
+/// the last bins were filled to the last token (0: never give up).
+int64_t stream(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
+               double min_exact_share, std::span<int64_t> offsets, std::span<int32_t> indices);
+
+}  // namespace multipack
