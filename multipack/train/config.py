@@ -201,7 +201,7 @@ class TrainConfig:
         return [DatasetConfig(path=self.data)] if self.data is not None else self.datasets
 
 
-def every_steps(interval: int | float, num_steps: int) -> int:
+def every_steps(interval: float, num_steps: int) -> int:
     """Steps between two events, from a count of steps or a share of the run's `num_steps` below 1 (0.2 of 101 steps: 20)."""
     return max(1, int(interval * num_steps)) if interval < 1 else int(interval)
 
