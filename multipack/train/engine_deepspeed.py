@@ -1,0 +1,206 @@
+"""The engine that trains with DeepSpeed (extra `deepspeed`), from a DeepSpeed JSON file.
+
+DeepSpeed keeps three habits that change a run in silence; this file takes each away. It clips at 1.0 unless told otherwise, so
+clipping is always written. It divides by a fixed number of micro-steps, so it is told 1 and the divisor stays ours. It thinks that
+every backward ends a step unless told otherwise, so the boundary is always set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from multipack.train.engine import Engine, EngineOptions
+from multipack.train.optim import OptimizerSpec
+
+T = TypeVar("T")
+
+
+def read_deepspeed_file(
+    path: str, *, micro_batch_size: int, gradient_accumulation_steps: int, max_grad_norm: float, bf16: bool
+) -> dict[str, Any]:
+    """The configuration in a DeepSpeed JSON file, checked against the run's; cheap, so that it can come before the model.
+
+    "auto" takes the run's value, or inside `zero_optimization` DeepSpeed's own default.
+
+    Raises:
+        ValueError: DeepSpeed is not installed, or the file is missing, no JSON, or says something else than the run.
+    """
+    if find_spec("deepspeed") is None:
+        raise ValueError(
+            f"deepspeed: {path} needs DeepSpeed, which is not installed. Install multipack[train,deepspeed], or set zero_stage."
+        )
+    try:
+        file = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(
+            f"deepspeed: {path} cannot be read ({error.strerror}). Give the path of a DeepSpeed JSON file."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"deepspeed: {path} is no JSON, line {error.lineno}: {error.msg}.") from error
+    run = {
+        ("train_micro_batch_size_per_gpu",): micro_batch_size,
+        ("gradient_accumulation_steps",): gradient_accumulation_steps,
+        ("gradient_clipping",): max_grad_norm,
+        ("bf16", "enabled"): bf16,
+        ("fp16", "enabled"): False,
+    }
+    for keys, value in run.items():
+        written: Any = file
+        for key in keys:
+            written = written.get(key, "auto")
+            if written == "auto":
+                break
+        if written != "auto" and written != value:
+            raise ValueError(
+                f"{path} says {'.'.join(keys)}: {written}, the run says {value}. Write auto into the file, or the same value in both."
+            )
+    for section in ("optimizer", "scheduler", "train_batch_size"):
+        if file.get(section, "auto") != "auto":
+            raise ValueError(f"{path} sets {section}, which the run sets itself: remove it from the file.")
+    zero = {key: value for key, value in file.get("zero_optimization", {}).items() if value != "auto"}
+    if zero.get("stage", 0) not in (1, 2, 3):
+        raise ValueError(
+            f"{path} sets zero_optimization.stage {zero.get('stage', 0)}; it is 1, 2 or 3. Stage 0 is zero_stage: 0."
+        )
+    ours = {"optimizer", "scheduler", "train_batch_size", "bf16", "fp16"} | {keys[0] for keys in run}
+    return {key: value for key, value in file.items() if key not in ours and value != "auto"} | {
+        "zero_optimization": zero
+    }
+
+
+class DeepSpeedEngine(Engine):
+    """ZeRO 1, 2 or 3 by DeepSpeed, the optimizer's state in host memory if the file says so."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: OptimizerSpec, options: EngineOptions, device: torch.device
+    ) -> None:
+        import deepspeed
+
+        assert options.deepspeed is not None
+        self.module = model.to(device)
+        self.device = device
+        self.optimizer = optimizer.build(model.parameters())
+        self._eight_bit = optimizer.name == "adamw_bnb_8bit"
+        self._stage: int = options.deepspeed["zero_optimization"]["stage"]
+        self._engine, *_ = deepspeed.initialize(
+            model=self.module,
+            optimizer=self.optimizer,
+            dist_init_required=False,
+            config=options.deepspeed
+            | {
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 1,
+                "gradient_clipping": options.max_grad_norm,
+                "bf16": {"enabled": options.bf16},
+                "steps_per_print": 10**9,
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+            },
+        )
+        self.model = self._engine
+        self._world_size = dist.get_world_size()
+
+    def micro_step(self, loss_sum: Callable[[Any], Tensor], *, divisor: float, last: bool) -> Tensor:
+        self._engine.set_gradient_accumulation_boundary(last)
+        loss = loss_sum(self.model)
+        self._engine.backward(loss * (self._world_size / divisor))
+        if not last:
+            self._engine.step()  # counts the micro-step, updates nothing
+        return loss.detach()
+
+    def step(self) -> Tensor:
+        self._engine.step()
+        return torch.as_tensor(self._engine.get_global_grad_norm(), device=self.device)
+
+    def infer(self, compute: Callable[[Any], T]) -> T:
+        with torch.no_grad():
+            return compute(self.model)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        if self._stage < 3:
+            yield
+            return
+        import deepspeed
+
+        # The hooks around each layer gather and free its parameters; without them the gathered ones simply stay.
+        offload = self._engine.optimizer.parameter_offload
+        parameters = list(self.module.parameters())
+        for parameter in parameters:
+            parameter.ds_active_sub_modules.clear()  # type: ignore[attr-defined]
+        offload._remove_module_hooks()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        try:
+            with deepspeed.zero.GatheredParameters(parameters):
+                yield
+        finally:
+            offload._register_deepspeed_module(self.module)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Whole copies in host memory: DeepSpeed's own shards fit no other number of ranks."""
+        if self._eight_bit:
+            raise ValueError(
+                "DeepSpeed flattens the parameters, and adamw_bnb_8bit's state of a flat one fits no other number of ranks, so it "
+                "cannot be saved. Take adamw_torch, set zero_stage instead of deepspeed, or save nothing (save_steps)."
+            )
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        self._copies: dict[str, Tensor] = {}
+        for name, parameter in self._trained():
+            self._copies[f"model.{name}"] = safe_get_full_fp32_param(parameter).cpu()
+            for key in self._moments():
+                self._copies[f"optimizer.{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).cpu()
+            self._copies[f"optimizer.{name}.step"] = torch.tensor(float(self._steps()))
+        return self._copies
+
+    def loaded(self) -> None:
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        for name, parameter in self._trained():
+            value = self._copies[f"model.{name}"].to(self.device)
+            safe_set_full_fp32_param(parameter, value)
+            for key in self._moments():
+                safe_set_full_optimizer_state(
+                    parameter, self._copies[f"optimizer.{name}.{key}"].to(self.device), key
+                )
+            gather = (
+                deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+                if self._stage == 3
+                else contextlib.nullcontext()
+            )
+            with gather, torch.no_grad():
+                parameter.copy_(value)
+            for state in self.optimizer.state.values():
+                state["step"] = self._copies[f"optimizer.{name}.step"].clone()
+        del self._copies
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        import deepspeed
+
+        parameters = list(self.module.parameters()) if self._stage == 3 else []
+        with deepspeed.zero.GatheredParameters(parameters):
+            if dist.get_rank() > 0:
+                return {}
+            return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad
+        ]
+
+    def _moments(self) -> list[str]:
+        state: dict[str, Tensor] = next(iter(self.optimizer.state.values()))
+        return [key for key in state if key != "step"]
+
+    def _steps(self) -> float:
+        return float(next(iter(self.optimizer.state.values())).get("step", 0))

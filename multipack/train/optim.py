@@ -1,0 +1,68 @@
+"""The update rule and the learning rate over the run, by the names that axolotl and transformers use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """What to build once the engine has put the parameters into their final form."""
+
+    name: str = "adamw_torch"
+    """adamw_torch, adamw_torch_fused, adamw_bnb_8bit (state in 8 bits, bitsandbytes) or sgd."""
+    learning_rate: float = 1e-3
+    """Highest learning rate of the schedule."""
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices; vectors (biases, norms) have none."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's moments; sgd takes the first as its momentum."""
+    eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
+
+    def rule(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """The class and its arguments, parameters left out."""
+        adamw = {"lr": self.learning_rate, "betas": self.betas, "eps": self.eps}
+        if self.name in ("adamw_torch", "adamw_torch_fused"):
+            return torch.optim.AdamW, adamw | ({"fused": True} if self.name == "adamw_torch_fused" else {})
+        if self.name == "adamw_bnb_8bit":
+            from bitsandbytes.optim import AdamW8bit
+
+            return AdamW8bit, adamw
+        if self.name == "sgd":
+            return torch.optim.SGD, {"lr": self.learning_rate, "momentum": self.betas[0]}
+        raise ValueError(
+            f"no optimizer is called {self.name!r}: take adamw_torch, adamw_torch_fused, adamw_bnb_8bit or sgd."
+        )
+
+    def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        """The trainable parameters as one group with weight decay (matrices) and one without (vectors); empty ones left out."""
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        matrices = [parameter for parameter in trainable if parameter.ndim > 1]
+        vectors = [parameter for parameter in trainable if parameter.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over the trainable ones of `parameters`."""
+        cls, arguments = self.rule()
+        return cls(self.groups(parameters), **arguments)
+
+
+def learning_rate_schedule(
+    name: str, optimizer: torch.optim.Optimizer, *, warmup_steps: int, num_steps: int
+) -> LambdaLR:
+    """Linear warm-up to the optimizer's rate, then `name`'s shape down to the last of `num_steps` optimizer steps."""
+    warmup = warmup_steps if name != "constant" else None
+    schedule: LambdaLR = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=num_steps)
+    return schedule

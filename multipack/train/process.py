@@ -1,0 +1,41 @@
+"""The ranks of a run: started by torchrun, or alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[torch.device]:
+    """Join the ranks that torchrun started, or make a group of one; gives this rank's device and leaves the group at the end.
+
+    Small integers are summed over gloo on the CPU, so that counting tokens never waits for the GPU. An error on this rank
+    ends the process without a farewell, which is how the others notice.
+    """
+    device = torch.device("cpu")
+    backend = "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    yield device
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def sum_over_ranks(*counts: int) -> list[int]:
+    """Each count summed over all ranks, in 64 bits; one small collective on the CPU."""
+    total = torch.tensor(counts, dtype=torch.int64)
+    dist.all_reduce(total)
+    sums: list[int] = total.tolist()
+    return sums
