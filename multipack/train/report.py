@@ -1,0 +1,173 @@
+"""What a person sees of a run: one progress bar, metrics.jsonl, TensorBoard, run.png and a last line.
+
+Only rank 0 makes a report. Lines of metrics.jsonl are flushed as they are written, so a killed run keeps what it did; a resumed
+run drops the lines after its checkpoint and goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm.auto import tqdm
+
+from multipack.train.metrics import StepMetrics, merge
+from multipack.train.plot import plot_run
+
+
+class MetricsLog:
+    """Numbers by step, as lines of `metrics.jsonl` and as TensorBoard scalars in `tensorboard/`.
+
+    Args:
+        folder: made if missing.
+        first_step: steps done before; later lines of an earlier attempt are dropped. 0 starts anew.
+    """
+
+    def __init__(self, folder: str | Path, *, first_step: int = 0) -> None:
+        self.path = Path(folder) / "metrics.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = (
+            [line for line in _lines(self.path) if json.loads(line)["step"] <= first_step]
+            if first_step
+            else []
+        )
+        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=first_step)
+
+    def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Add one line; numbers that are not finite become null."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
+        for name, value in values.items():
+            self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        self._file.close()
+        self._board.close()
+
+
+class RunReport:
+    """The report of a supervised run.
+
+    Args:
+        folder: where metrics.jsonl, tensorboard/ and run.png go.
+        total_steps: optimizer steps of the whole run.
+        first_step: steps done before, in a run that is resumed.
+        logging_steps: steps joined into a line of metrics.
+        flops_per_token: of the model, for MFU; see `metrics.flops_per_token`.
+        peak_flops: of all ranks' devices together; None leaves MFU out.
+        name: of the run, on the bar.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        total_steps: int | None,
+        first_step: int = 0,
+        logging_steps: int = 1,
+        flops_per_token: float = 0.0,
+        peak_flops: float | None = None,
+        name: str = "sft",
+    ) -> None:
+        self._log = MetricsLog(folder, first_step=first_step)
+        self._bar = tqdm(total=total_steps, initial=first_step, desc=name, unit="step", dynamic_ncols=True)
+        self._logging_steps = logging_steps
+        self._mfu_of_a_token = flops_per_token / peak_flops if peak_flops else None
+        self._pending: list[StepMetrics] = []
+        self._total: StepMetrics | None = None
+        self._closed = False
+
+    def __enter__(self) -> RunReport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Move the bar by one step, and write a line every `logging_steps` steps."""
+        self._total = metrics if self._total is None else merge([self._total, metrics])
+        self._pending.append(metrics)
+        self._bar.set_postfix_str(
+            f"loss {metrics.loss:.3f}, {metrics.tokens_per_s:,.0f} tokens/s, wait {metrics.wait_share:.1%}",
+            refresh=False,
+        )
+        self._bar.update(1)
+        if len(self._pending) >= self._logging_steps:
+            self._write_pending()
+
+    def evaluation(self, step: int, loss: float, num_target_tokens: int) -> None:
+        """Write the validation loss, the mean of `num_target_tokens` target tokens."""
+        self._log.write("eval", step, {"loss": loss, "num_target_tokens": num_target_tokens})
+        self.message(f"step {step}: validation loss {loss:.4f} over {num_target_tokens:,} tokens")
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._bar.write(text)
+
+    def close(self) -> str:
+        """Write what is pending, draw run.png, end the bar and print the summary, which is returned; a second call only returns it."""
+        if not self._closed:
+            self._closed = True
+            self._write_pending()
+            self._log.close()
+            self._bar.close()
+            plot_run(self._log.path, self._log.path.with_name("run.png"))
+            print(self.summary(), flush=True)
+        return self.summary()
+
+    def summary(self) -> str:
+        """One line about all steps of this process: rates over the wall time of steps, validation and saving left out."""
+        if self._total is None:
+            return f"{self._bar.desc}: 0 steps trained"
+        total = self._total
+        mfu = f" | MFU {self._mfu(total):.1%}" if self._mfu_of_a_token is not None else ""
+        return (
+            f"{self._bar.desc}: step {total.step}, loss {total.loss:.4f}, {total.num_sequences:,} samples and {total.num_tokens:,} tokens "
+            f"in {total.seconds:.1f} s | {total.samples_per_s:,.2f} samples/s | {total.tokens_per_s:,.0f} tokens/s | "
+            f"padding {total.padding_share:.2%} | data wait {total.wait_share:.2%} | bin fill {total.bin_fill:.2%}{mfu}"
+        )
+
+    def _mfu(self, metrics: StepMetrics) -> float:
+        """Share of the devices' peak that the model's own operations take."""
+        return metrics.tokens_per_s * (self._mfu_of_a_token or 0.0)
+
+    def _write_pending(self) -> None:
+        if not self._pending:
+            return
+        joined = merge(self._pending)
+        self._pending.clear()
+        values = {
+            "epoch": joined.epoch,
+            "loss": joined.loss,
+            "learning_rate": joined.learning_rate,
+            "grad_norm": joined.grad_norm,
+            "num_sequences": joined.num_sequences,
+            "num_tokens": joined.num_tokens,
+            "num_target_tokens": joined.num_target_tokens,
+            "num_slots": joined.num_slots,
+            "seconds": joined.seconds,
+            "samples_per_s": joined.samples_per_s,
+            "tokens_per_s": joined.tokens_per_s,
+            "padding_share": joined.padding_share,
+            "wait_share": joined.wait_share,
+            "bin_fill": joined.bin_fill,
+        }
+        if self._mfu_of_a_token is not None:
+            values["mfu"] = self._mfu(joined)
+        self._log.write("train", joined.step, values)
+
+
+def _lines(path: Path) -> list[str]:
+    """Whole lines of a file that a killed process may have left with half a line; none if there is no file."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
