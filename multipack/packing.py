@@ -117,7 +117,9 @@ def pack(
         offsets, indices = _call_packer(method, small, capacity, limit)
     else:
         if method not in _KERNELS:
-            raise ValueError(f"method {method!r} is none of {', '.join(get_args(MethodName))}, nor a callable.")
+            raise ValueError(
+                f"method {method!r} is none of {', '.join(get_args(MethodName))}, nor a callable."
+            )
         ends = np.empty(small.size + 1, np.int64)
         indices = np.empty(small.size, np.int32)
         num_bins = _KERNELS[method](small, capacity, limit, seed % 2**64, ends, indices)
@@ -145,7 +147,9 @@ def as_lengths(lengths: ArrayLike) -> NDArray[Any]:
     if array.size == 0 and array.ndim == 1:
         return array.astype(np.int64)
     if array.ndim != 1:
-        raise ValueError(f"lengths must be one-dimensional, one token count a row, not of shape {array.shape}.")
+        raise ValueError(
+            f"lengths must be one-dimensional, one token count a row, not of shape {array.shape}."
+        )
     if array.dtype.kind not in "iu":
         raise TypeError(
             f"lengths must be whole numbers, not {array.dtype}: row 0 is {array[0]!r}. Pass token counts, such as "
@@ -207,7 +211,12 @@ def _call_packer(
     name = getattr(packer, "__name__", type(packer).__name__)
     raw_offsets, raw_indices = packer(lengths, capacity)
     offsets, indices = np.asarray(raw_offsets), np.asarray(raw_indices)
-    if offsets.dtype.kind not in "iu" or indices.dtype.kind not in "iu" or offsets.ndim != 1 or indices.ndim != 1:
+    if (
+        offsets.dtype.kind not in "iu"
+        or indices.dtype.kind not in "iu"
+        or offsets.ndim != 1
+        or indices.ndim != 1
+    ):
         raise TypeError(f"packer {name} must return two one-dimensional integer arrays, offsets and indices.")
     offsets = offsets.astype(np.int64)
     if offsets.size == 0 or offsets[0] != 0 or offsets[-1] != indices.size or (np.diff(offsets) < 1).any():
@@ -216,13 +225,21 @@ def _call_packer(
             f"with 0, rise, and end with {indices.size}."
         )
     _check_each_row_once(name, indices, lengths.size)
-    used = np.add.reduceat(lengths[indices].astype(np.int64), offsets[:-1]) if lengths.size else np.empty(0, np.int64)
+    used = (
+        np.add.reduceat(lengths[indices].astype(np.int64), offsets[:-1])
+        if lengths.size
+        else np.empty(0, np.int64)
+    )
     if (used > capacity).any():
         b = int(np.argmax(used > capacity))
-        raise ValueError(f"packer {name} overfilled bin {b}: {int(used[b])} tokens, above the capacity of {capacity}.")
+        raise ValueError(
+            f"packer {name} overfilled bin {b}: {int(used[b])} tokens, above the capacity of {capacity}."
+        )
     if (np.diff(offsets) > limit).any():
         b = int(np.argmax(np.diff(offsets) > limit))
-        raise ValueError(f"packer {name} put {int(np.diff(offsets)[b])} sequences into bin {b}, above the limit of {limit}.")
+        raise ValueError(
+            f"packer {name} put {int(np.diff(offsets)[b])} sequences into bin {b}, above the limit of {limit}."
+        )
     return offsets, indices.astype(np.int32)
 
 
@@ -232,7 +249,11 @@ def _check_each_row_once(name: str, indices: NDArray[Any], num_rows: int) -> Non
         raise ValueError(f"packer {name} returned row {row}, outside 0..{num_rows - 1}.")
     times = np.bincount(indices, minlength=num_rows)
     if (times == 0).any():
-        raise ValueError(f"packer {name} lost row {int(np.argmax(times == 0))}: every row must be in exactly one bin.")
+        raise ValueError(
+            f"packer {name} lost row {int(np.argmax(times == 0))}: every row must be in exactly one bin."
+        )
     if (times > 1).any():
         row = int(np.argmax(times > 1))
-        raise ValueError(f"packer {name} repeated row {row} {int(times[row])} times: every row must be in exactly one bin.")
+        raise ValueError(
+            f"packer {name} repeated row {row} {int(times[row])} times: every row must be in exactly one bin."
+        )

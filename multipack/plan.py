@@ -98,6 +98,7 @@ class EpochPlan:
         self.shuffle_block = shuffle_block
         self.max_sequences_per_bin = max_sequences_per_bin
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
+        self._digest: list[str] = []  # shared by the plans of all epochs
         self._edges = self._cut()
         # Invariant: _ends[w] is the exact number of bins before window w, for as many windows as were planned in a row.
         self._ends = [0]
@@ -170,7 +171,11 @@ class EpochPlan:
     def bins(self, start: int, stop: int) -> list[NDArray[np.int64]]:
         """Row ids of bins start..stop-1, fewer where the epoch ends before. Plans only the windows they lie in, and
         those before it whose number of bins is not yet known."""
-        return [rows for plan, b in self._locate(start, stop) for rows in [plan.rows[plan.offsets[b] : plan.offsets[b + 1]]]]
+        return [
+            rows
+            for plan, b in self._locate(start, stop)
+            for rows in [plan.rows[plan.offsets[b] : plan.offsets[b + 1]]]
+        ]
 
     def costs(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens and sums of squared lengths of bins start..stop-1."""
@@ -181,7 +186,11 @@ class EpochPlan:
 
     def inputs(self) -> dict[str, Any]:
         """What the plan of any epoch depends on, as plain values; equal inputs give equal bins."""
-        method = self.method if isinstance(self.method, str) else getattr(self.method, "__qualname__", repr(type(self.method)))
+        method = (
+            self.method
+            if isinstance(self.method, str)
+            else getattr(self.method, "__qualname__", repr(type(self.method)))
+        )
         return {
             "num_sequences": self.num_rows,
             "lengths": self._lengths_digest(),
@@ -201,21 +210,25 @@ class EpochPlan:
 
     def _lengths_digest(self) -> str:
         """Digest of the lengths that does not depend on their dtype."""
-        if "_digest" not in self.__dict__:
+        if not self._digest:
             digest = hashlib.blake2b(digest_size=16)
             for start in range(0, self.num_rows, 1 << 20):
                 digest.update(self.lengths[start : start + (1 << 20)].astype("<i4").tobytes())
-            self._digest: str = digest.hexdigest()
-        return self._digest
+            self._digest.append(digest.hexdigest())
+        return self._digest[0]
 
     def _cut(self) -> list[int]:
         """Row positions where windows start: windows of nearly equal size, at multiples of the block."""
         if self.num_rows == 0:
             return [0]
-        rows_per_window = max(1, round(self.window_bins * self.capacity * self.num_rows / max(self.num_tokens, 1)))
+        rows_per_window = max(
+            1, round(self.window_bins * self.capacity * self.num_rows / max(self.num_tokens, 1))
+        )
         num_windows = max(1, round(self.num_rows / rows_per_window))
         block = self.shuffle_block
-        edges = {min(self.num_rows, self.num_rows * w // num_windows // block * block) for w in range(num_windows)}
+        edges = {
+            min(self.num_rows, self.num_rows * w // num_windows // block * block) for w in range(num_windows)
+        }
         return [*sorted(edges), self.num_rows]
 
     def _window_of(self, w: int) -> WindowPlan:
@@ -333,14 +346,20 @@ def forecast(histogram: ArrayLike, capacity: int, max_sequences_per_bin: int | N
     if counts.size and counts.min() < 0:
         raise ValueError(f"histogram[{int(np.argmin(counts))}] is {int(counts.min())}, below 0.")
     if counts.size and counts[0]:
-        raise ValueError(f"histogram[0] counts {int(counts[0])} empty sequences, which no bin can hold. Set it to 0.")
+        raise ValueError(
+            f"histogram[0] counts {int(counts[0])} empty sequences, which no bin can hold. Set it to 0."
+        )
     used = np.flatnonzero(counts)
     if used.size and used[-1] > capacity:
-        raise ValueError(f"the histogram holds sequences of {used[-1]} tokens, above the capacity of {capacity}.")
+        raise ValueError(
+            f"the histogram holds sequences of {used[-1]} tokens, above the capacity of {capacity}."
+        )
     exact = [int(count) for count in counts[used]]
     num_tokens = sum(count * int(length) for count, length in zip(exact, used, strict=True))
     if num_tokens >= 2**63:
-        raise ValueError(f"the histogram holds {num_tokens} tokens, above the 2^63 - 1 that sums are kept in.")
+        raise ValueError(
+            f"the histogram holds {num_tokens} tokens, above the 2^63 - 1 that sums are kept in."
+        )
     table = np.zeros(capacity + 1, np.int64)
     table[used] = exact
     limit = np.iinfo(np.int64).max if max_sequences_per_bin is None else max_sequences_per_bin

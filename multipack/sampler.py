@@ -1,0 +1,557 @@
+"""Yield the bins of a plan as batches, and deal batches to ranks.
+
+Every rank computes the same dealing from the same numbers and takes its own share, so no rank ever talks to another and
+all have the same number of batches.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from numpy.typing import ArrayLike
+from torch.utils.data import DistributedSampler, Sampler
+
+from multipack.balance import BALANCE_MODES, BalanceMode, deal
+from multipack.batches import Batches, ListedBatches, PlanBatches
+from multipack.distributed import check_rank_unchanged, rank_and_world_size
+from multipack.packing import PackMethod
+from multipack.plan import EpochPlan
+from multipack.tail import TAILS, BatchIndices, Tail, redeal
+
+__all__ = ["BatchIndices", "DistributedBatchSampler", "EpochSampler", "MultipackBatchSampler"]
+
+STATE_VERSION = 1
+
+
+class EpochForwarder:
+    """What frameworks find under `batch_sampler.sampler`: it passes `set_epoch` on."""
+
+    def __init__(self, batch_sampler: EpochSampler) -> None:
+        self._batch_sampler = batch_sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the batch sampler."""
+        self._batch_sampler.set_epoch(epoch)
+
+
+class EpochSampler(Sampler[list[int]], ABC):
+    """Epoch and position of a batch sampler; what both samplers share.
+
+    `begin` gives the batches of the current epoch and changes nothing, so a prefetching loader may run ahead with it;
+    `advance` counts one batch as handed to the consumer, and moves on to the next epoch behind the last one. Epoch and
+    state therefore follow what was consumed, on every rank alike, however far prefetchers ran ahead. Plain iteration does
+    both.
+    """
+
+    # Invariant: _done batches were consumed since _origin, the global position (batch, micro-step) where this pass began;
+    # _resume is where the next pass begins, other than at the start only until a loaded position was made use of.
+    batch_size = None
+    drop_last: bool
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._resume = self._origin = (0, 0)
+        self._done = 0
+
+    @property
+    def epoch(self) -> int:
+        """Epoch that `begin` yields: names the order of the data."""
+        return self._epoch
+
+    @property
+    def sampler(self) -> EpochForwarder:
+        """An object whose `set_epoch` reaches this sampler: frameworks look for it here."""
+        return EpochForwarder(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`; the epoch it already is in keeps its position, as after `load_state_dict`."""
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}, below 0.")
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._resume = self._origin = (0, 0)
+            self._done = 0
+
+    def begin(self) -> Iterator[BatchIndices]:
+        """Batches of the current epoch from its start, or from a loaded position."""
+        self._origin, self._done = self._resume, 0
+        return self._batches_from(*self._origin)
+
+    def advance(self) -> None:
+        """Count one batch as consumed; behind the last one the next epoch begins."""
+        self._resume = (0, 0)
+        self._done += 1
+        if not self._has_more(*self._origin, self._done):
+            self.set_epoch(self._epoch + 1)
+
+    def __iter__(self) -> Iterator[BatchIndices]:
+        for batch in self.begin():
+            self.advance()
+            yield batch
+
+    @property
+    @abstractmethod
+    def remaining(self) -> int:
+        """Batches that `begin` would yield now."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """What the order of batches depends on besides epoch and ranks, as canonical JSON."""
+
+    @abstractmethod
+    def _batches_from(self, start: int, micro_step: int) -> Iterator[BatchIndices]: ...
+
+    @abstractmethod
+    def _has_more(self, start: int, micro_step: int, done: int) -> bool: ...
+
+    def _go_to(self, epoch: int, start: int, micro_step: int) -> None:
+        """Take a loaded position; one behind the last batch is the start of the next epoch."""
+        self.set_epoch(epoch)
+        self._resume = self._origin = (start, micro_step)
+        self._done = 0
+        if not self._has_more(start, micro_step, 0):
+            self.set_epoch(epoch + 1)
+
+    def _check_fingerprint(self, state: dict[str, Any]) -> None:
+        """Refuse the state of other data."""
+        if not isinstance(state, dict) or "version" not in state or "fingerprint" not in state:
+            raise ValueError(f"this is not the state of a multipack sampler: {_shorten(state)}.")
+        if state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"the state has version {state['version']}, this multipack reads version {STATE_VERSION}."
+            )
+        if state["fingerprint"] == self.fingerprint:
+            return
+        ours, theirs = json.loads(self.fingerprint), json.loads(state["fingerprint"])
+        differing = [
+            f"{key} ({theirs.get(key)!r} in the state, {ours.get(key)!r} here)"
+            for key in sorted(ours.keys() | theirs.keys())
+            if ours.get(key) != theirs.get(key)
+        ]
+        raise ValueError(
+            f"the state belongs to another order of the data: {', '.join(differing)}. Going on would repeat or lose rows: "
+            "build the sampler with the same inputs, or start without the state."
+        )
+
+
+class MultipackBatchSampler(EpochSampler):
+    """Batches of packed sequences in the global order of a plan; knows nothing of ranks.
+
+    Args:
+        lengths: token counts of the rows, shape [num_rows], each in 1..capacity.
+        capacity: token slots of a bin.
+        bins_per_batch: bins that one rank collates at once.
+        shuffle, seed, method, window, shuffle_block, max_sequences_per_bin: as for `EpochPlan`.
+        drop_last: leave out a last batch of fewer than `bins_per_batch` bins.
+
+    Raises:
+        ValueError: there is no row or no batch, or a length is outside 1..capacity; see `EpochPlan`.
+    """
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        capacity: int,
+        *,
+        bins_per_batch: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        method: PackMethod = "auto",
+        drop_last: bool = False,
+        max_sequences_per_bin: int | None = None,
+        window: int | None = None,
+        shuffle_block: int = 1,
+    ) -> None:
+        super().__init__()
+        if bins_per_batch < 1:
+            raise ValueError(f"bins_per_batch is {bins_per_batch}, below 1: no batch would hold a sequence.")
+        plan = EpochPlan(
+            lengths,
+            capacity,
+            seed=seed,
+            shuffle=shuffle,
+            method=method,
+            window=window,
+            shuffle_block=shuffle_block,
+            max_sequences_per_bin=max_sequences_per_bin,
+        )
+        if plan.num_rows == 0:
+            raise ValueError(
+                "there are no sequences to pack: every epoch would be empty and training would do nothing. "
+                "Check the data set and what its over-long policy dropped."
+            )
+        self.bins_per_batch = bins_per_batch
+        self.drop_last = drop_last
+        self._batches = PlanBatches(plan, bins_per_batch, drop_last)
+        if self._batches.count(0, 1) == 0:
+            raise ValueError(
+                f"{len(plan)} bins do not fill one batch of bins_per_batch={bins_per_batch}, and drop_last leaves out the "
+                f"rest: every epoch would be empty. Use bins_per_batch <= {len(plan)}, or drop_last=False."
+            )
+
+    @property
+    def capacity(self) -> int:
+        """Token slots of a bin."""
+        return self.plan.capacity
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan of the current epoch."""
+        return self.batches.plan
+
+    @property
+    def batches(self) -> PlanBatches:
+        """Random access to the batches of the current epoch."""
+        if self._batches.plan.epoch != self._epoch:
+            self._batches = self._batches.at_epoch(self._epoch)
+        return self._batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def remaining(self) -> int:
+        return len(self) - self._resume[0]
+
+    @property
+    def fingerprint(self) -> str:
+        return json.dumps(
+            {**self.plan.inputs(), "bins_per_batch": self.bins_per_batch, "drop_last": self.drop_last},
+            sort_keys=True,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data: plain integers and strings."""
+        return {
+            "version": STATE_VERSION,
+            "epoch": self._epoch,
+            "batches": self._origin[0] + self._done,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position; the next pass begins there.
+
+        Raises:
+            ValueError: the state is of another version or of other data; names what differs.
+        """
+        self._check_fingerprint(state)
+        self._go_to(int(state["epoch"]), int(state["batches"]), 0)
+
+    def _batches_from(self, start: int, micro_step: int) -> Iterator[BatchIndices]:
+        batches = self.batches
+        while batches.count(start, 1):
+            yield batches.batch(start)
+            start += 1
+
+    def _has_more(self, start: int, micro_step: int, done: int) -> bool:
+        return self.batches.count(start + done, 1) == 1
+
+
+class DistributedBatchSampler(EpochSampler):
+    """This rank's share of the batches of any batch sampler: micro-step s gives rank r batch s * num_replicas + r.
+
+    All ranks have the same number of batches, always, and none needs to ask another.
+
+    Args:
+        batch_sampler: a MultipackBatchSampler, or any batch sampler that yields the same order on every rank.
+        num_replicas, rank: number of ranks and this one; None to take them from the process group or from torchrun.
+        tail: what becomes of batches that do not fill a last micro-step. "even" re-deals their sequences so that every
+            rank gets some, nothing dropped or repeated (only with fewer sequences than ranks are some repeated, and count
+            for nothing); "pad" repeats batches that count for nothing; "drop" leaves them out; "error" refuses.
+        accumulate: micro-steps of an optimizer step, inside which `balance` may deal.
+        balance: "none", "sorted" (FSDP, ZeRO-3) or "lpt" (DDP, ZeRO-1/2); see `multipack.balance.deal`.
+        balance_window: optimizer steps over which batches of like cost are spread; above 1 changes which sequences a step
+            holds.
+        hidden_size: of the model, for the cost of attention.
+
+    Raises:
+        ValueError: a rank would get no batch, or ranks could not agree; names the numbers and what would work.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: MultipackBatchSampler | Iterable[list[int]],
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        tail: Tail = "even",
+        accumulate: int = 1,
+        balance: BalanceMode = "none",
+        balance_window: int = 1,
+        hidden_size: int = 4096,
+    ) -> None:
+        super().__init__()
+        _check_choice("tail", tail, TAILS)
+        _check_choice("balance", balance, BALANCE_MODES)
+        for name, value in (
+            ("accumulate", accumulate),
+            ("balance_window", balance_window),
+            ("hidden_size", hidden_size),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, below 1.")
+        if balance == "none" and balance_window > 1:
+            raise ValueError(
+                f"balance_window is {balance_window} but balance is 'none': choose 'sorted' or 'lpt'."
+            )
+        self._discovered = rank is None or num_replicas is None
+        self.rank, self.num_replicas = rank_and_world_size(rank, num_replicas)
+        self.batch_sampler = batch_sampler
+        self.tail: Tail = tail
+        self.accumulate = accumulate
+        self.balance: BalanceMode = balance
+        self.balance_window = balance_window
+        self.hidden_size = hidden_size
+        self.drop_last = tail == "drop"
+        if not isinstance(batch_sampler, MultipackBatchSampler):
+            _check_foreign(batch_sampler, balance)
+        self._check_not_empty()
+
+    @property
+    def capacity(self) -> int | None:
+        """Token slots of a bin; None when the wrapped sampler does not pack."""
+        return self.batch_sampler.capacity if isinstance(self.batch_sampler, MultipackBatchSampler) else None
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a position can be saved: the wrapped sampler must name its order by the epoch alone."""
+        return isinstance(self.batch_sampler, MultipackBatchSampler) or _order_follows_epoch(
+            self.batch_sampler
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self._forward_epoch()
+
+    def __len__(self) -> int:
+        return self._micro_steps(self._num_global())
+
+    @property
+    def remaining(self) -> int:
+        start, micro_step = self._resume
+        return self._micro_steps(self._num_global() - start) - micro_step
+
+    @property
+    def fingerprint(self) -> str:
+        if isinstance(self.batch_sampler, MultipackBatchSampler):
+            return self.batch_sampler.fingerprint
+        inner = self.batch_sampler
+        described = {"batch_sampler": type(inner).__qualname__, "num_batches": self._num_global()}
+        for name in ("batch_size", "drop_last"):
+            if (value := getattr(inner, name, None)) is not None:
+                described[name] = value
+        return json.dumps(described, sort_keys=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data as plain integers and strings, the same on every rank.
+
+        `batches` counts global batches before the optimizer step (or balance window) that is under way, `micro_steps` what
+        was consumed of it. It loads on another number of ranks and with another `accumulate`.
+
+        Raises:
+            ValueError: the wrapped sampler draws its order from a random generator, so that no number names a position.
+        """
+        if not self.is_resumable:
+            raise ValueError(
+                f"{type(self.batch_sampler).__qualname__} draws its order from a random generator, so a position in it cannot "
+                "be saved. Use MultipackBatchSampler, or a sampler with set_epoch."
+            )
+        start, micro_step = self._origin
+        steps = micro_step + self._done
+        group = self.num_replicas * self._group_steps
+        start, steps = start + steps // self._group_steps * group, steps % self._group_steps
+        if self.balance == "none":  # any micro-step is a position in the global order
+            start, steps = start + steps * self.num_replicas, 0
+        return {
+            "version": STATE_VERSION,
+            "epoch": self._epoch,
+            "batches": start,
+            "micro_steps": steps,
+            "num_replicas": self.num_replicas,
+            "accumulate": self.accumulate,
+            "balance": self.balance,
+            "balance_window": self.balance_window,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position, of this or another number of ranks; the next pass begins there.
+
+        Raises:
+            ValueError: the state is of another version or of other data (names what differs), or was saved inside a
+                balanced optimizer step of other ranks.
+        """
+        self._check_fingerprint(state)
+        dealing = ("num_replicas", "accumulate", "balance", "balance_window")
+        if state.get("micro_steps", 0) and any(state[key] != getattr(self, key) for key in dealing):
+            now = {key: getattr(self, key) for key in dealing}
+            raise ValueError(
+                f"the state was saved {state['micro_steps']} micro-steps inside a balanced optimizer step of "
+                f"{ {key: state[key] for key in dealing} }, which {now} deals otherwise: rows would be repeated or lost. "
+                "Save after a whole optimizer step, or load with the same dealing."
+            )
+        self._go_to(int(state["epoch"]), int(state["batches"]), int(state.get("micro_steps", 0)))
+
+    @property
+    def _group_steps(self) -> int:
+        """Micro-steps among which batches are dealt."""
+        return self.accumulate * self.balance_window
+
+    def _batches(self) -> Batches:
+        inner = self.batch_sampler
+        self._forward_epoch()
+        return inner.batches if isinstance(inner, MultipackBatchSampler) else ListedBatches(iter(inner))
+
+    def _forward_epoch(self) -> None:
+        for target in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            set_epoch = getattr(target, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self._epoch)
+                return
+
+    def _num_global(self) -> int:
+        """Batches of the whole epoch, over all ranks."""
+        self._forward_epoch()
+        assert isinstance(self.batch_sampler, Sized)
+        return len(self.batch_sampler)
+
+    def _micro_steps(self, num_batches: int) -> int:
+        """Micro-steps that so many global batches give."""
+        whole, rest = divmod(num_batches, self.num_replicas)
+        return whole + (rest > 0 and self.tail != "drop")
+
+    def _batches_from(self, start: int, micro_step: int) -> Iterator[BatchIndices]:
+        if self._discovered:
+            check_rank_unchanged(self.rank, self.num_replicas)
+        self._check_tail()
+        return self._deal_groups(self._batches(), start, micro_step)
+
+    def _deal_groups(self, batches: Batches, start: int, micro_step: int) -> Iterator[BatchIndices]:
+        group = self.num_replicas * self._group_steps
+        while count := batches.count(start, group):
+            yield from self._share(batches, start, count, micro_step)
+            start += count
+            micro_step = 0
+
+    def _share(self, batches: Batches, start: int, count: int, micro_step: int) -> Iterator[BatchIndices]:
+        """This rank's batches of the optimizer step that begins at `start`, from `micro_step` on."""
+        if self.balance == "none":
+            whole = count // self.num_replicas
+            for step in range(micro_step, whole):
+                yield batches.batch(start + step * self.num_replicas + self.rank)
+            left = list(range(start + whole * self.num_replicas, start + count))
+        else:
+            costs = batches.costs(start, count, self.hidden_size)
+            dealt = deal(
+                costs, self.num_replicas, self.balance, accumulate=self.accumulate, window=self.balance_window
+            )
+            whole = len(dealt)
+            for step in range(micro_step, whole):
+                yield batches.batch(start + int(dealt[step, self.rank]))
+            used = set(dealt.ravel().tolist())
+            left = [start + i for i in range(count) if i not in used]
+        if left and micro_step <= whole and self.tail != "drop":
+            yield self._last(batches, [batches.batch(i) for i in left])
+
+    def _last(self, batches: Batches, left: list[BatchIndices]) -> BatchIndices:
+        """This rank's share of batches that do not fill a micro-step."""
+        if self.tail == "even":
+            return redeal(left, self.num_replicas, batches.length_of)[self.rank]
+        if self.rank < len(left):
+            return left[self.rank]
+        return batches.early(self.rank - len(left)).as_repeat()
+
+    def _has_more(self, start: int, micro_step: int, done: int) -> bool:
+        steps = micro_step + done
+        start += steps // self._group_steps * self.num_replicas * self._group_steps
+        inner = self.batch_sampler
+        if isinstance(inner, MultipackBatchSampler):
+            self._forward_epoch()
+            left = inner.batches.count(start, self.num_replicas * self._group_steps)
+        else:
+            left = self._num_global() - start
+        return steps % self._group_steps < self._micro_steps(left)
+
+    def _check_tail(self) -> None:
+        if self.tail == "error" and self._num_global() % self.num_replicas:
+            total = self._num_global()
+            raise ValueError(
+                f"{total} batches cannot be dealt to {self.num_replicas} ranks evenly: {total % self.num_replicas} are left "
+                f"over, and tail is 'error'. Use tail='even', 'pad' or 'drop', or a number of ranks that divides {total}."
+            )
+
+    def _check_not_empty(self) -> None:
+        """Refuse to deal nothing: a rank without a batch would train zero steps, and look as if all went well."""
+        self._check_tail()
+        needed = self.num_replicas if self.tail == "drop" else 1
+        inner = self.batch_sampler
+        if isinstance(inner, MultipackBatchSampler):
+            if inner.batches.count(0, needed) == needed:
+                return
+            plan = inner.plan
+            found = (
+                f"{plan.num_rows} sequences of {plan.num_tokens} tokens make {len(plan)} bins of {plan.capacity} tokens, "
+                f"{len(inner)} batches of {inner.bins_per_batch}"
+            )
+        else:
+            if self._num_global() >= needed:
+                return
+            found = f"the batch sampler has {self._num_global()} batches"
+        total = self._num_global()
+        raise ValueError(
+            f"{found}: too few to give {self.num_replicas} ranks (accumulate={self.accumulate}) a batch each with "
+            f"tail={self.tail!r}, so every rank would train zero steps. Use at most {total} ranks, a smaller capacity or "
+            "batch, or tail='even'."
+            if total
+            else f"{found}: there is nothing to train on. Check the data set and the batch size."
+        )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} {value!r} is none of {', '.join(map(repr, choices))}.")
+
+
+def _check_foreign(batch_sampler: Any, balance: BalanceMode) -> None:
+    """Refuse batch samplers whose ranks could not agree."""
+    if isinstance(batch_sampler, DistributedBatchSampler):
+        raise TypeError(
+            "the batch sampler is already dealt to ranks: each rank would get a share of its share."
+        )
+    if not isinstance(batch_sampler, Sized):
+        raise TypeError(
+            f"{type(batch_sampler).__qualname__} has no length, so ranks could not know when to stop. "
+            "Give it __len__, or use StreamPacker for data of unknown length."
+        )
+    if balance != "none":
+        raise ValueError(
+            f"balance={balance!r} needs the costs of batches, which {type(batch_sampler).__qualname__} does not know. "
+            "Use MultipackBatchSampler, or balance='none'."
+        )
+    for sampler in (batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise ValueError(
+                f"the batch sampler's DistributedSampler already deals rows to {sampler.num_replicas} ranks: each rank would "
+                "get a share of its share. Give it a sampler over all rows."
+            )
+        if getattr(sampler, "generator", ...) is None:
+            raise ValueError(
+                f"{type(sampler).__qualname__} has no generator: it would draw another order on each rank, and rows would be "
+                "repeated and lost. Pass generator=torch.Generator().manual_seed(seed), the same on every rank."
+            )
+
+
+def _order_follows_epoch(batch_sampler: Any) -> bool:
+    """Whether a foreign batch sampler has the same order whenever it is at the same epoch."""
+    chain = [batch_sampler, getattr(batch_sampler, "sampler", None)]
+    return any(hasattr(s, "set_epoch") for s in chain) or all(not hasattr(s, "generator") for s in chain)
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
