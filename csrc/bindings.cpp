@@ -1,6 +1,10 @@
 // The only file that knows nanobind: it checks shapes and dtypes, releases the GIL and calls plain C++.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -100,9 +104,177 @@ void def_packing(nb::module_& module) {
         "num_rows"_a, "block"_a, "seed"_a, "start"_a, "rows"_a.noconvert());
 }
 
+/// Raw Arrow buffers of some rows of a column. Keeps the arrays alive.
+struct PyChunk {
+    multipack::Chunk chunk;
+    std::optional<Vector<const uint8_t>> offsets;
+    std::optional<Vector<const uint8_t>> values;
+};
+
+struct PyColumn {
+    std::vector<PyChunk> chunks;
+    multipack::Column column;
+};
+
+PyChunk make_chunk(int64_t num_rows, std::optional<Vector<const uint8_t>> offsets,
+                   std::optional<Vector<const uint8_t>> values, int64_t first_value, int64_t num_values) {
+    const auto bytes = [](const auto& array) {
+        return array ? reinterpret_cast<const std::byte*>(array->data()) : nullptr;
+    };
+    return {{num_rows, bytes(offsets), bytes(values), first_value, num_values}, offsets, values};
+}
+
+/// A column reads raw memory, so the buffers must hold what the chunk says, whatever Python checked before.
+void check_chunk(const PyChunk& chunk, multipack::Element element, int offset_bytes) {
+    const auto& [num_rows, offsets, values, first_value, num_values] = chunk.chunk;
+    if (num_rows < 0 || first_value < 0 || num_values < 0)
+        throw std::invalid_argument("a chunk has a negative size or position");
+    if (offset_bytes != 0) {
+        const size_t size = chunk.offsets ? chunk.offsets->shape(0) : 0;
+        if (size / offset_bytes < static_cast<uint64_t>(num_rows) + (num_rows > 0))
+            throw std::invalid_argument("a chunk of " + std::to_string(num_rows) + " rows has only " +
+                                        std::to_string(size) + " bytes of offsets");
+    }
+    const uint64_t bits = 8 * (chunk.values ? chunk.values->shape(0) : 0);
+    const uint64_t wanted = static_cast<uint64_t>(first_value) + static_cast<uint64_t>(num_values);
+    if (bits / multipack::element_bits(element) < wanted)
+        throw std::invalid_argument("a chunk of " + std::to_string(wanted) + " values has only " +
+                                    std::to_string(bits / 8) + " bytes of them");
+}
+
+PyColumn make_column(const std::string& element_name, int offset_bytes, int64_t row_length, std::vector<PyChunk> chunks) {
+    const multipack::Element element = multipack::element_named(element_name);
+    if ((offset_bytes != 0 && offset_bytes != 4 && offset_bytes != 8) || row_length < 0)
+        throw std::invalid_argument("offset_bytes must be 0, 4 or 8 and row_length not negative");
+    std::vector<multipack::Chunk> raw;
+    for (const PyChunk& chunk : chunks) {
+        check_chunk(chunk, element, offset_bytes);
+        raw.push_back(chunk.chunk);
+    }
+    return {std::move(chunks), multipack::Column(element, offset_bytes, row_length, std::move(raw))};
+}
+
+using Out = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+/// Collects the outputs of one batch and keeps their arrays alive until run() has written them.
+struct PyGather {
+    multipack::Batch batch;
+    std::vector<Vector<const int64_t>> inputs;
+    std::vector<Out> outputs;
+    std::vector<std::shared_ptr<const PyColumn>> columns;
+
+    const multipack::Column* hold(std::shared_ptr<const PyColumn> column) {
+        columns.push_back(std::move(column));
+        return &columns.back()->column;
+    }
+
+    std::span<const int64_t> hold(const Vector<const int64_t>& array) {
+        inputs.push_back(array);
+        return span(array);
+    }
+
+    void* hold(const Out& out, multipack::Output& output) {
+        if (out.dtype() == nb::dtype<int64_t>()) output = multipack::Output::int64;
+        else if (out.dtype() == nb::dtype<float>()) output = multipack::Output::float32;
+        else if (out.dtype() == nb::dtype<bool>()) output = multipack::Output::boolean;
+        else throw nb::type_error("an output must be int64, float32 or bool");
+        check_size(out.size());
+        outputs.push_back(out);
+        return out.data();
+    }
+
+    void check_size(size_t size) const {
+        if (size != static_cast<size_t>(batch.num_slots))
+            throw std::invalid_argument("an output has " + std::to_string(size) + " slots, the batch " +
+                                        std::to_string(batch.num_slots));
+    }
+};
+
+void init_gather(PyGather* self, Vector<const int64_t> rows, std::optional<Vector<const int64_t>> starts,
+                 Vector<const int64_t> lengths, Vector<const int64_t> places, int64_t num_slots) {
+    const size_t size = rows.shape(0);
+    if (lengths.shape(0) != size || places.shape(0) != size || (starts && starts->shape(0) != size) || num_slots < 0)
+        throw std::invalid_argument("rows, starts, lengths and places must have equal lengths");
+    new (self) PyGather();
+    self->batch.num_slots = num_slots;
+    auto& sequences = self->batch.sequences;
+    sequences.rows = self->hold(rows);
+    if (starts) sequences.starts = self->hold(*starts);
+    sequences.lengths = self->hold(lengths);
+    sequences.places = self->hold(places);
+}
+
+void gather_tokens(PyGather& self, std::shared_ptr<const PyColumn> column, const Out& out, double fill) {
+    multipack::TokenTask task{self.hold(std::move(column)), {}, nullptr, fill};
+    task.out = self.hold(out, task.output);
+    self.batch.tokens.push_back(task);
+}
+
+void gather_labels(PyGather& self, std::shared_ptr<const PyColumn> column,
+                   std::vector<std::shared_ptr<const PyColumn>> masks, const Out& out, int64_t ignore_index,
+                   bool mask_first) {
+    multipack::LabelTask task{self.hold(std::move(column)), {}, {}, nullptr, ignore_index, mask_first};
+    for (auto& mask : masks) task.masks.push_back(self.hold(std::move(mask)));
+    task.out = self.hold(out, task.output);
+    if (task.output == multipack::Output::boolean) throw nb::type_error("labels must be int64 or float32");
+    self.batch.labels = std::move(task);
+}
+
+void gather_segments(PyGather& self, Vector<const int32_t> boundaries, const Out& positions, const Out& segment_ids,
+                     int64_t first_position, int64_t slots_per_row) {
+    if (positions.dtype() != nb::dtype<int64_t>() || segment_ids.dtype() != nb::dtype<int32_t>())
+        throw nb::type_error("positions must be int64 and segment_ids int32");
+    self.check_size(positions.size());
+    self.check_size(segment_ids.size());
+    self.outputs.push_back(positions);
+    self.outputs.push_back(segment_ids);
+    self.outputs.push_back(Out(boundaries));
+    self.batch.segments = {span(boundaries),
+                           {static_cast<int64_t*>(positions.data()), positions.size()},
+                           {static_cast<int32_t*>(segment_ids.data()), segment_ids.size()},
+                           first_position,
+                           slots_per_row};
+}
+
+int64_t run_gather(const PyGather& self) {
+    nb::gil_scoped_release release;
+    return multipack::gather(self.batch);
+}
+
+void column_lengths(const PyColumn& self, Vector<const int64_t> rows, Vector<int64_t> lengths) {
+    if (rows.shape(0) != lengths.shape(0)) throw std::invalid_argument("rows and lengths must have equal lengths");
+    nb::gil_scoped_release release;
+    multipack::row_lengths(self.column, span(rows), span(lengths));
+}
+
+void def_gather(nb::module_& module) {
+    nb::class_<PyChunk>(module, "Chunk")
+        .def(nb::new_(&make_chunk), "num_rows"_a, "offsets"_a.noconvert().none(), "values"_a.noconvert().none(),
+             "first_value"_a, "num_values"_a);
+    nb::class_<PyColumn>(module, "Column")
+        .def(nb::new_(&make_column), "element"_a, "offset_bytes"_a, "row_length"_a, "chunks"_a)
+        .def_prop_ro("num_rows", [](const PyColumn& self) { return self.column.num_rows(); })
+        .def("lengths", &column_lengths, "rows"_a.noconvert(), "lengths"_a.noconvert());
+    nb::class_<PyGather>(module, "Gather")
+        .def("__init__", &init_gather, "rows"_a.noconvert(), "starts"_a.noconvert().none(), "lengths"_a.noconvert(),
+             "places"_a.noconvert(), "num_slots"_a)
+        .def("tokens", &gather_tokens, "column"_a, "out"_a.noconvert(), "fill"_a)
+        .def("labels", &gather_labels, "column"_a, "masks"_a, "out"_a.noconvert(), "ignore_index"_a, "mask_first"_a)
+        .def("segments", &gather_segments, "boundaries"_a.noconvert(), "positions"_a.noconvert(),
+             "segment_ids"_a.noconvert(), "first_position"_a, "slots_per_row"_a)
+        .def("run", &run_gather);
+    module.def("instruction_sets", [] {
+        nb::list names;
+        for (std::string_view name : multipack::instruction_sets()) names.append(nb::str(name.data(), name.size()));
+        return names;
+    });
+    module.def("use_instruction_set", [](const std::string& name) { multipack::use_instruction_set(name); }, "name"_a);
+}
+
 }  // namespace
 
 NB_MODULE(_core, module) {
     module.doc() = "Compiled kernels of multipack.";
     def_packing(module);
+    def_gather(module);
 }

@@ -1,0 +1,405 @@
+"""Token sequences over Arrow, read in place.
+
+A data set knows the length of every sequence from its offsets, and hands out selections: row ids, nothing copied.
+The collator reads the rows. One rule: a row that a bin may hold is usable as it stands, so everything that is wrong
+with the data (nulls, unequal columns, over-long rows) is found here, before the first batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, SupportsIndex, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from multipack import _core
+from multipack.columns import (
+    Columns,
+    NumberColumn,
+    is_list_view,
+    is_number,
+    is_tokens,
+    null_rows,
+    plain,
+    read_numbers,
+    read_tokens,
+)
+from multipack.sources import Source, open_source, rows_to_table
+
+Overlong = Literal["error", "truncate", "split", "drop"]
+
+_logger = logging.getLogger(__name__)
+_ROWS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetReport:
+    """What became of the rows of a source. Sequences and tokens are counted apart."""
+
+    num_sequences: int
+    """Usable sequences: what `len()` of the data set says. A split row counts once for each fragment."""
+    num_tokens: int
+    """Tokens of the usable sequences."""
+    empty_sequences: int = 0
+    """Rows without a token, left out because a bin cannot hold them."""
+    overlong_sequences: int = 0
+    """Rows above `max_length`, which were truncated, split or dropped."""
+    lost_tokens: int = 0
+    """Tokens that were cut off or dropped. Above 1 % of `num_tokens`: raise `max_length` or split."""
+
+
+class Located(NamedTuple):
+    """Where the sequences of a selection are: int64 arrays, one number a sequence."""
+
+    rows: npt.NDArray[np.int64]
+    """Row of the table."""
+    starts: npt.NDArray[np.int64] | None
+    """First token of the row that belongs to the sequence; None: 0 everywhere."""
+    lengths: npt.NDArray[np.int64]
+
+
+class TokenDataset(Dataset[dict[str, Any]]):
+    """Sequences of tokens with everything that belongs to them.
+
+    Args:
+        source: a `datasets.Dataset` (memory-mapped or not, selected or shuffled), a `pyarrow.Table` or `RecordBatch`, a
+            dict of columns, a list of rows (dicts, or sequences of tokens), or a pair `(values, offsets)` of flat
+            arrays where row i is `values[offsets[i]:offsets[i + 1]]`. Arrow data and arrays are read where they lie.
+        column: the column with the tokens; it is called "input_ids" from here on.
+        max_length: longest sequence in tokens, usually the capacity of a bin. None: no bound.
+        overlong: what to do with rows above `max_length`. "error"; "truncate" keeps their beginning; "split" makes
+            fragments of at most `max_length` tokens, each a sequence of its own; "drop".
+        columns: further columns to read; None reads all.
+
+    List columns of numbers are token columns and must have the lengths of `column` in every row. Columns of single numbers
+    become one number a sequence. Any other column is passed on as Python objects. In tensors integers of any width are
+    int64, floats of any width float32 and booleans bool, as `datasets` and `torch.tensor` of Python numbers have them.
+    Rows of shape (1, L), as tokenizers return them with `return_tensors`, count as rows of length L.
+
+    Empty rows are left out and counted in `report`. Reading is safe from several threads, and the data set pickles: a
+    memory-mapped `datasets.Dataset` as its path, other sources with their data.
+
+    Raises:
+        ValueError: a column is missing, a row holds a null, token columns differ in length, offsets are corrupt, or a row
+            is above `max_length` under "error". The message names the first such row.
+        TypeError: the source, or the type of `column`, is not one of those above.
+    """
+
+    columns: tuple[str, ...]
+    """Names of all columns read, "input_ids" first."""
+    lengths: npt.NDArray[Any]
+    """Tokens of each usable sequence, all at least 1; uint16, uint32 or int64, as small as fits."""
+    report: DatasetReport
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        column: str = "input_ids",
+        max_length: int | None = None,
+        overlong: Overlong = "error",
+        columns: Sequence[str] | None = None,
+    ) -> None:
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length is {max_length}; a sequence has at least 1 token")
+        if overlong not in ("error", "truncate", "split", "drop"):
+            raise ValueError(f"overlong is {overlong!r}; it must be 'error', 'truncate', 'split' or 'drop'")
+        self._source, self._column, self._wanted = source, column, columns
+        opened = self._open()
+        lengths = _read_lengths(self._readers, opened)
+        self._rows, self._starts, self.lengths, self.report = _apply_overlong(lengths, max_length, overlong)
+        self._table_rows = _table_rows(self._rows, opened.index_map)
+        _log(self.report, overlong, max_length)
+
+    @classmethod
+    def from_iterable(
+        cls,
+        rows: Iterable[Any],
+        *,
+        column: str = "input_ids",
+        max_length: int | None = None,
+        overlong: Overlong = "error",
+        columns: Sequence[str] | None = None,
+    ) -> TokenDataset:
+        """Copy any iterable or map-style data set of rows into Arrow memory, once. Arguments as of the class."""
+        table = rows_to_table(rows, column)
+        return cls(table, column=column, max_length=max_length, overlong=overlong, columns=columns)
+
+    def _open(self) -> Source:
+        opened = open_source(self._source, self._column, self._wanted)
+        self._readers = _read_columns(opened, self._column)
+        self.columns = (*self._readers.tokens, *self._readers.scalars, *self._readers.objects)
+        return opened
+
+    @property
+    def readers(self) -> Columns:
+        """The columns, for the collator."""
+        return self._readers
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Row of the source of each sequence, int64."""
+        return np.arange(len(self)) if self._rows is None else self._rows
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """First token of each sequence in its row, int64: above 0 only for later fragments of a split row."""
+        return np.zeros(len(self), np.int64) if self._starts is None else self._starts
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
+        """One sequence: int64, float32 or bool tensors of shape [length], scalars of shape [], objects as they are."""
+        number = index.__index__()
+        selection = self.__getitems__([number + len(self) if number < 0 else number])
+        located = selection.locate()
+        row: dict[str, Any] = {name: read(column, located) for name, column in self._readers.tokens.items()}
+        for name, column in self._readers.scalars.items():
+            row[name] = read_scalars(column, located)[0]
+        for name, values in self._readers.objects.items():
+            row[name] = values[int(located.rows[0])].as_py()
+        return row
+
+    def __getitems__(self, ids: Sequence[int]) -> Selection:
+        """The sequences with these ids, in this order. Nothing is read before the collator reads it.
+
+        `ids` may carry `bin_offsets` and `repeated`, as the batches of our samplers do.
+        """
+        numbers = np.asarray(ids, dtype=np.int64)
+        if numbers.size and (numbers.min() < 0 or numbers.max() >= len(self)):
+            wrong = int(numbers[(numbers < 0) | (numbers >= len(self))][0])
+            raise IndexError(f"sequence {wrong} is outside 0..{len(self) - 1}")
+        bin_offsets = getattr(ids, "bin_offsets", (0, len(numbers)))
+        return Selection(self, numbers, bin_offsets, getattr(ids, "repeated", False))
+
+    def locate(self, ids: npt.NDArray[np.int64]) -> Located:
+        rows = ids if self._table_rows is None else self._table_rows[ids]
+        starts = None if self._starts is None else self._starts[ids]
+        return Located(rows, starts, self.lengths[ids].astype(np.int64))
+
+    def source_rows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return ids if self._rows is None else self._rows[ids]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The readers point into memory of this process; the receiver opens the source again.
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_readers", "_table_rows")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._table_rows = _table_rows(self._rows, self._open().index_map)
+
+
+class Selection(Sequence[dict[str, Any]]):
+    """The sequences of one batch: a data set and row ids. A collator reads it at once, others row by row."""
+
+    __slots__ = ("bin_offsets", "dataset", "ids", "repeated")
+
+    def __init__(
+        self, dataset: TokenDataset, ids: npt.NDArray[np.int64], bin_offsets: Sequence[int], repeated: bool
+    ) -> None:
+        self.dataset = dataset
+        self.ids = ids
+        self.bin_offsets = bin_offsets
+        """Boundaries of the bins in `ids`: bin b holds ids[bin_offsets[b]:bin_offsets[b + 1]]."""
+        self.repeated = repeated
+        """The batch repeats another one to give every rank a batch; its labels must not count."""
+
+    def locate(self) -> Located:
+        return self.dataset.locate(self.ids)
+
+    def source_rows(self) -> npt.NDArray[np.int64]:
+        return self.dataset.source_rows(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self.dataset[i] for i in self.ids[index]]
+        return self.dataset[self.ids[index]]
+
+
+def read(column: NumberColumn, located: Located) -> torch.Tensor:
+    """The tokens of all sequences, one after the other: shape [sum of lengths]."""
+    ends = np.cumsum(located.lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    out = torch.empty(total, dtype=column.dtype)
+    gather = _core.Gather(located.rows, located.starts, located.lengths, ends - located.lengths, total)
+    gather.tokens(column.reader, out.numpy(), 0)
+    gather.run()
+    return out
+
+
+def read_scalars(column: NumberColumn, located: Located) -> torch.Tensor:
+    """The number of each sequence: shape [number of sequences]."""
+    return read(column, Located(located.rows, None, np.ones_like(located.rows)))
+
+
+def _read_columns(source: Source, column: str) -> Columns:
+    columns = Columns()
+    for name in source.table.column_names:
+        values = plain(source.table.column(name))
+        key = "input_ids" if name == column else name
+        if is_list_view(values.type):
+            raise TypeError(
+                f"column {name!r} is a {values.type}, whose rows may share values. Make it a list: "
+                "pa.LargeListArray.from_arrays(offsets summed from list_value_length, array.flatten())."
+            )
+        if is_tokens(values.type):
+            _refuse_nulls(name, null_rows(values), source)
+            columns.tokens[key] = read_tokens(values)
+        elif name == column:
+            raise TypeError(
+                f"column {name!r} is a {values.type}; it must be a list of numbers, one a token, in each row"
+            )
+        elif is_number(values.type):
+            _refuse_nulls(name, null_rows(values), source)
+            columns.scalars[key] = read_numbers(values)
+        else:
+            columns.objects[key] = values
+    if source.table.column_names.count("input_ids") and column != "input_ids":
+        raise ValueError(
+            f"{column!r} becomes 'input_ids', but there is another column of this name: leave it out by `columns`"
+        )
+    return columns
+
+
+def _refuse_nulls(name: str, nulls: npt.NDArray[np.int64], source: Source) -> None:
+    if source.index_map is not None and len(nulls):
+        nulls = np.flatnonzero(np.isin(source.index_map, nulls))
+    if len(nulls):
+        raise ValueError(
+            f"row {nulls[0]} of column {name!r} is null or holds a null ({len(nulls)} such rows): it has no token or number "
+            "to train on. Filter these rows out or fill them."
+        )
+
+
+def _read_lengths(columns: Columns, source: Source) -> npt.NDArray[Any]:
+    """Length of every row of the source, after checking that all token columns agree. Reads offsets, no values."""
+    lengths: npt.NDArray[Any] = np.empty(source.num_rows, np.uint16)
+    for first in range(0, source.num_rows, _ROWS_AT_ONCE):
+        last = min(first + _ROWS_AT_ONCE, source.num_rows)
+        rows = np.arange(first, last) if source.index_map is None else source.index_map[first:last]
+        block = _lengths_of(columns.tokens["input_ids"], rows)
+        for name, column in columns.tokens.items():
+            _check_equal_lengths(name, block, _lengths_of(column, rows), first)
+        lengths = _widen(lengths, int(block.max()))
+        lengths[first:last] = block
+    return lengths
+
+
+def _lengths_of(column: NumberColumn, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    lengths = np.empty(len(rows), np.int64)
+    column.reader.lengths(rows, lengths)
+    return lengths
+
+
+def _check_equal_lengths(
+    name: str, expected: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], first_row: int
+) -> None:
+    wrong = np.flatnonzero(expected != lengths)
+    if len(wrong):
+        row = wrong[0]
+        raise ValueError(
+            f"row {first_row + row} has {expected[row]} tokens but {lengths[row]} values of {name!r}: token columns need "
+            "one value a token. Repair the rows, or leave the column out by `columns`."
+        )
+
+
+def _widen(lengths: npt.NDArray[Any], longest: int) -> npt.NDArray[Any]:
+    for dtype in (np.uint16, np.uint32):
+        if longest <= np.iinfo(dtype).max:
+            return lengths.astype(np.promote_types(lengths.dtype, dtype), copy=False)
+    return lengths.astype(np.int64, copy=False)
+
+
+def _apply_overlong(
+    lengths: npt.NDArray[Any], max_length: int | None, overlong: Overlong
+) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64] | None, npt.NDArray[Any], DatasetReport]:
+    """Source row, first token and length of each usable sequence (None: all rows, 0), and what was lost."""
+    num_empty = len(lengths) - int(np.count_nonzero(lengths))
+    long = np.zeros(0, np.int64) if max_length is None else np.flatnonzero(lengths > max_length)
+    all_tokens = int(lengths.sum(dtype=np.int64))
+    rows: npt.NDArray[np.int64] | None = None
+    starts: npt.NDArray[np.int64] | None = None
+    if len(long) and max_length is not None:
+        if overlong == "error":
+            raise ValueError(
+                f"{len(long)} of {len(lengths)} rows are above max_length={max_length} (row {long[0]} is the first, the "
+                f"longest has {int(lengths.max())} tokens) and would fit no bin. Raise max_length and the capacity, or choose "
+                "overlong='truncate', 'split' or 'drop'."
+            )
+        if overlong == "truncate":
+            lengths = np.minimum(lengths, max_length)
+        elif overlong == "split":
+            rows, starts, lengths = _split(lengths, max_length)
+        else:
+            lengths = lengths.copy()
+            lengths[long] = 0
+    if rows is None and not lengths.all():
+        rows = np.flatnonzero(lengths)
+        lengths = lengths[rows]
+    lengths = _narrow(lengths)
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    report = DatasetReport(
+        num_sequences=len(lengths),
+        num_tokens=num_tokens,
+        empty_sequences=num_empty,
+        overlong_sequences=len(long),
+        lost_tokens=all_tokens - num_tokens,
+    )
+    return rows, starts, lengths, report
+
+
+def _split(
+    lengths: npt.NDArray[Any], max_length: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Fragments of at most max_length tokens: row, first token, length. Empty rows have none."""
+    whole = lengths.astype(np.int64)
+    counts = -(-whole // max_length)
+    rows = np.repeat(np.arange(len(lengths)), counts)
+    fragment = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = fragment * max_length
+    return rows, starts, np.minimum(whole[rows] - starts, max_length)
+
+
+def _narrow(lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    longest = int(lengths.max()) if len(lengths) else 0
+    for dtype in (np.uint16, np.uint32):
+        if longest <= np.iinfo(dtype).max:
+            return lengths.astype(dtype, copy=False)
+    return lengths
+
+
+def _table_rows(
+    rows: npt.NDArray[np.int64] | None, index_map: npt.NDArray[np.int64] | None
+) -> npt.NDArray[np.int64] | None:
+    if index_map is None or rows is None:
+        return rows if index_map is None else index_map
+    return index_map[rows]
+
+
+def _log(report: DatasetReport, overlong: Overlong, max_length: int | None) -> None:
+    if report.overlong_sequences:
+        done = {"truncate": "truncated", "split": "split", "drop": "dropped"}[overlong]
+        _logger.warning(
+            "%d rows above max_length=%d were %s; %d tokens are lost.",
+            report.overlong_sequences,
+            max_length,
+            done,
+            report.lost_tokens,
+        )
+    if report.empty_sequences:
+        _logger.info("%d empty rows are left out.", report.empty_sequences)
