@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multipack.train.engine import Engine, EngineOptions
@@ -154,35 +155,68 @@ class DeepSpeedEngine(Engine):
             )
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+        self._make_state()
         self._copies: dict[str, Tensor] = {}
         for name, parameter in self._trained():
             self._copies[f"model.{name}"] = safe_get_full_fp32_param(parameter).cpu()
             for key in self._moments():
                 self._copies[f"optimizer.{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).cpu()
-            self._copies[f"optimizer.{name}.step"] = torch.tensor(float(self._steps()))
+            self._copies[f"optimizer.{name}.step"] = self._steps()
         return self._copies
 
     def loaded(self) -> None:
-        import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
         for name, parameter in self._trained():
-            value = self._copies[f"model.{name}"].to(self.device)
-            safe_set_full_fp32_param(parameter, value)
+            self._write(parameter, None, self._copies[f"model.{name}"].to(self.device))
             for key in self._moments():
-                safe_set_full_optimizer_state(
-                    parameter, self._copies[f"optimizer.{name}.{key}"].to(self.device), key
-                )
-            gather = (
-                deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
-                if self._stage == 3
-                else contextlib.nullcontext()
-            )
-            with gather, torch.no_grad():
-                parameter.copy_(value)
+                self._write(parameter, key, self._copies[f"optimizer.{name}.{key}"].to(self.device))
             for state in self.optimizer.state.values():
                 state["step"] = self._copies[f"optimizer.{name}.step"].clone()
         del self._copies
+
+    def _write(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
+        """Put a whole float32 parameter, or its moment `key`, into this rank's shard of it, and the parameter into the model."""
+        import deepspeed
+        from deepspeed import utils
+
+        if self._stage < 3:
+            if key is not None:
+                utils.safe_set_full_optimizer_state(parameter, value, key)
+                return
+            utils.safe_set_full_fp32_param(parameter, value)
+            with torch.no_grad():
+                parameter.copy_(value)
+            return
+        # DeepSpeed's own setters for stage 3 fail where the ranks do not divide the parameter; the shards are padded then.
+        shard = utils.safe_get_local_fp32_param(parameter)
+        padded = F.pad(value.flatten(), (0, shard.numel() * self._world_size - value.numel()))
+        mine = padded[shard.numel() * dist.get_rank() :][: shard.numel()]
+        if key is not None:
+            utils.safe_set_local_optimizer_state(parameter, mine, key)
+            return
+        utils.safe_set_local_fp32_param(parameter, mine)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            parameter.copy_(value)
+
+    def _make_state(self) -> None:
+        """Let the optimizer allocate its state for every flat shard, by one step of rate 0 along a zero gradient."""
+        zero = self._engine.optimizer
+        groups = self.optimizer.param_groups
+        if self._stage == 3:
+            shards = list(
+                zip(zero.fp32_partitioned_groups_flat, zero.sub_group_to_group_id.values(), strict=True)
+            )
+        else:
+            shards = list(zip(zero.single_partition_of_fp32_groups, range(len(groups)), strict=True))
+        for shard, group in shards:
+            if shard not in self.optimizer.state:
+                gradient, shard.grad = shard.grad, torch.zeros_like(shard)
+                self.optimizer.param_groups = [groups[group] | {"params": [shard], "lr": 0.0}]
+                self.optimizer.step()
+                shard.grad = gradient
+        self.optimizer.param_groups = groups
+        if self._stage < 3:  # DeepSpeed links parameters to state once, when only the first group has any
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
 
     def full_parameters(self) -> dict[str, Tensor]:
         import deepspeed
@@ -202,5 +236,6 @@ class DeepSpeedEngine(Engine):
         state: dict[str, Tensor] = next(iter(self.optimizer.state.values()))
         return [key for key in state if key != "step"]
 
-    def _steps(self) -> float:
-        return float(next(iter(self.optimizer.state.values())).get("step", 0))
+    def _steps(self) -> Tensor:
+        state: dict[str, Tensor] = next(iter(self.optimizer.state.values()))
+        return state.get("step", torch.tensor(0.0)).cpu().clone()

@@ -27,7 +27,7 @@ def run_cells(cells: list[str], ranks: int, out: Path) -> dict:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert done.returncode == 0, done.stderr[-60000:]
     return torch.load(out)
 
 
@@ -45,6 +45,11 @@ def check(result: dict, plain: tuple) -> None:
         torch.testing.assert_close(
             result["parameters"][name], right, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
+    # What training leaves behind computes the right loss, in step with the other rank and alone.
+    model = tiny_llama(attention="eager")
+    model.load_state_dict(parameters)
+    right = torch.cat(list(sequence_losses(model, random_sequences([4, 9], seed=99)))).sum().item()
+    assert result["inferred"] == pytest.approx([right, right], abs=1e-4)
 
 
 @pytest.mark.distributed
@@ -52,14 +57,8 @@ def test_torch_engines_equal_one_plain_process(plain, tmp_path):
     results = run_cells(TORCH_CELLS, 2, tmp_path / "results.pt")
     for cell in TORCH_CELLS:
         check(results[cell], plain)
-    # What training leaves behind computes the right loss, in step with the other rank and alone.
-    model = tiny_llama(attention="eager")
-    model.load_state_dict(plain[2], strict=False)
-    right = torch.cat(list(sequence_losses(model, random_sequences([4, 9], seed=99)))).sum().item()
-    for cell in TORCH_CELLS:
-        assert results[cell]["inferred"] == pytest.approx([right, right], abs=1e-4)
     # Stage 1 shares out the optimizer's two moments, stages 2 and 3 the parameters as well.
-    elements = sum(p.numel() for p in model.parameters())
+    elements = sum(p.numel() for p in plain[2].values())
     held = {cell: results[cell]["state_elements"] / elements for cell in TORCH_CELLS}
     assert held == pytest.approx(
         {"0": 3, "1": 2, "2": 1.5, "3": 1.5, "2-offload": 1.5, "3-offload": 1.5}, abs=0.2
