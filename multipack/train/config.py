@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from multipack.train.axolotl_keys import ELSEWHERE
 from multipack.train.config_checks import check_config, check_dataset
 from multipack.train.config_file import read_config
 
@@ -212,4 +213,4 @@ def load_config(argv: Sequence[str] | None = None) -> TrainConfig:
     Raises:
         ValueError: an unknown key (the message names the nearest one), a value of a wrong type, or one that the checks refuse.
     """
-    return read_config(TrainConfig, argv)
+    return read_config(TrainConfig, argv, elsewhere=ELSEWHERE)

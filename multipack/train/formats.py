@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 Format: TypeAlias = Literal["alpaca", "messages", "text"]
@@ -119,7 +120,7 @@ def encode(
             Encoded(ids, ids)
             for ids in (_ended(ids, tokenizer) for ids in _tokenize(texts[0], tokenizer, start=True))
         ]
-    prompts = _alpaca_prompts(texts[0], rows.get("input"))
+    prompts = _alpaca_prompts(texts[0], rows.get("input"), first_row)
     starts = _tokenize(prompts, tokenizer, start=True)
     answers = [_ended(ids, tokenizer) for ids in _tokenize(texts[1], tokenizer, start=False)]
     return [
@@ -135,12 +136,15 @@ def _texts(cells: Sequence[Any], column: str, first_row: int) -> list[str]:
     return list(cells)
 
 
-def _alpaca_prompts(instructions: Sequence[str], inputs: Sequence[Any] | None) -> list[str]:
+def _alpaca_prompts(instructions: Sequence[str], inputs: Sequence[Any] | None, first_row: int) -> list[str]:
+    if inputs is None:
+        return [_WITHOUT_INPUT.format(instruction=instruction) for instruction in instructions]
+    given = _texts(["" if cell is None else cell for cell in inputs], "input", first_row)
     return [
-        _WITH_INPUT.format(instruction=instruction, input=given)
-        if given
+        _WITH_INPUT.format(instruction=instruction, input=text)
+        if text
         else _WITHOUT_INPUT.format(instruction=instruction)
-        for instruction, given in zip(instructions, inputs or [None] * len(instructions), strict=True)
+        for instruction, text in zip(instructions, given, strict=True)
     ]
 
 
@@ -160,53 +164,74 @@ def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _encode_messages(
     conversations: Sequence[Any], tokenizer: PreTrainedTokenizerBase, train_on_inputs: bool, first_row: int
 ) -> list[Encoded]:
-    template = tokenizer.chat_template
-    if not template:
+    if not tokenizer.chat_template:
         raise ValueError(
             "The tokenizer has no chat template, which the messages format needs. Use the tokenizer of a chat model."
         )
+    texts = []
     for row, conversation in enumerate(conversations, first_row):
         _check_conversation(conversation, row)
-    if not conversations:
+        texts.append(_rendered(conversation, tokenizer, row))
+    if not texts:
         return []
-    marked = isinstance(template, str) and _GENERATION.search(template) is not None
-    if marked and not train_on_inputs:
-        tokens = tokenizer.apply_chat_template(
-            list(conversations),
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            padding=False,
-            truncation=False,
-        )
-        masks = tokens["assistant_masks"]
-        return [
-            Encoded(ids, [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)])
-            for ids, mask in zip(tokens["input_ids"], masks, strict=True)
-        ]
-    texts: list[str] = tokenizer.apply_chat_template(list(conversations), tokenize=False)
     if train_on_inputs:
-        return [
-            Encoded(ids, ids)
-            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        ]
+        tokens = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return [Encoded(ids, ids) for ids in tokens]
+    if isinstance(tokenizer.chat_template, str) and _GENERATION.search(tokenizer.chat_template):
+        return _encode_marked(conversations, tokenizer)
     spans = [
         _assistant_spans(conversation, text, tokenizer, row)
         for row, (conversation, text) in enumerate(zip(conversations, texts, strict=True), first_row)
     ]
+    return _encode_spans(texts, spans, tokenizer)
+
+
+def _encode_marked(conversations: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    """Labels where the chat template marks what the assistant writes."""
+    tokens = tokenizer.apply_chat_template(
+        list(conversations), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return [
+        Encoded(ids, [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)])
+        for ids, mask in zip(tokens["input_ids"], tokens["assistant_masks"], strict=True)
+    ]
+
+
+def _encode_spans(
+    texts: list[str], spans: Sequence[Sequence[Span]], tokenizer: PreTrainedTokenizerBase
+) -> list[Encoded]:
+    """Labels on the tokens inside spans of characters."""
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} does not tell which characters a token covers, so assistant turns cannot be found. "
-            "Use a fast tokenizer, a chat template with {% generation %}, or train_on_inputs: true."
+            f"{type(tokenizer).__name__} does not tell which characters a token covers, so assistant turns cannot be "
+            "found. Use a fast tokenizer, a chat template with {% generation %} marks, or train_on_inputs: true."
         )
     tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     special = set(tokenizer.all_special_ids)
+    rows = zip(tokens["input_ids"], tokens["offset_mapping"], texts, spans, strict=True)
     return [
         Encoded(ids, _labels_in(row_spans, ids, offsets, text, special))
-        for ids, offsets, text, row_spans in zip(
-            tokens["input_ids"], tokens["offset_mapping"], texts, spans, strict=True
-        )
+        for ids, offsets, text, row_spans in rows
     ]
+
+
+def _rendered(
+    conversation: Sequence[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    row: int,
+    *,
+    prompt_assistant: bool = False,
+) -> str:
+    """The conversation as the chat template writes it, with the opening of an assistant turn if asked."""
+    try:
+        text: str = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=prompt_assistant
+        )
+    except TemplateError as error:
+        raise ValueError(
+            f"row {row}: the chat template refuses the conversation: {error}. Correct or remove it."
+        ) from error
+    return text
 
 
 def _check_conversation(conversation: Any, row: int) -> None:
@@ -231,10 +256,8 @@ def _assistant_spans(
     for turn, message in enumerate(conversation):
         if message["role"] != "assistant":
             continue
-        before: str = tokenizer.apply_chat_template(
-            conversation[:turn], tokenize=False, add_generation_prompt=True
-        )
-        through: str = tokenizer.apply_chat_template(conversation[: turn + 1], tokenize=False)
+        before = _rendered(conversation[:turn], tokenizer, row, prompt_assistant=True)
+        through = _rendered(conversation[: turn + 1], tokenizer, row)
         if not (through.startswith(before) and text.startswith(through)):
             raise ValueError(
                 f"row {row}: the chat template writes message {turn} otherwise when other messages follow, so the assistant's part cannot be "

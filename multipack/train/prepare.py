@@ -46,6 +46,13 @@ class PreparedData(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     folders: tuple[Path, ...]
 
+    def __str__(self) -> str:
+        """One line: rows, tokens, the longest row, and where the tokens lie."""
+        parts = [f"training {_size(self.train)}"]
+        if self.validation is not None:
+            parts.append(f"validation {_size(self.validation)}")
+        return " | ".join([*parts, "tokens in " + ", ".join(str(folder) for folder in self.folders)])
+
 
 def prepare_data(config: TrainConfig) -> PreparedData:
     """Tokenise the configured data, or find it tokenised, and split off the validation rows.
@@ -63,8 +70,8 @@ def prepare_data(config: TrainConfig) -> PreparedData:
         [datasets.Dataset.from_file(str(folder / "rows.arrow")) for folder in folders]
     )
     train_ids, validation_ids = split_rows(len(rows), config.val_set_size, config.seed)
-    train = _tokens(rows if validation_ids.size == 0 else rows.select(train_ids), config)
-    validation = _tokens(rows.select(validation_ids), config) if validation_ids.size else None
+    train = _tokens(rows.select(train_ids) if validation_ids.size else rows, config, "training")
+    validation = _tokens(rows.select(validation_ids), config, "validation") if validation_ids.size else None
     return PreparedData(train, validation, tokenizer, folders)
 
 
@@ -96,8 +103,23 @@ def split_rows(
     return np.sort(order[count:]), np.sort(order[:count])
 
 
-def _tokens(rows: datasets.Dataset, config: TrainConfig) -> TokenDataset:
-    return TokenDataset(rows, max_length=config.sequence_len, overlong=config.overlong)
+def _tokens(rows: datasets.Dataset, config: TrainConfig, purpose: str) -> TokenDataset:
+    try:
+        tokens = TokenDataset(rows, max_length=config.sequence_len, overlong=config.overlong)
+    except ValueError as error:
+        raise ValueError(
+            f"{purpose}: {error} Here max_length is the key sequence_len, and overlong is a key too."
+        ) from error
+    if len(tokens) == 0:
+        raise ValueError(
+            f"{purpose}: none of {len(rows)} rows is left ({tokens.report}). Raise sequence_len, or choose another overlong."
+        )
+    return tokens
+
+
+def _size(tokens: TokenDataset) -> str:
+    num_tokens = int(tokens.lengths.sum(dtype=np.int64))
+    return f"{len(tokens):,} rows, {num_tokens:,} tokens, the longest {int(tokens.lengths.max()):,}"
 
 
 def _prepared(source: DatasetConfig | None, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Path:

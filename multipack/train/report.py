@@ -11,12 +11,16 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
 from multipack.train.metrics import StepMetrics, merge
 from multipack.train.plot import plot_run
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class MetricsLog:
@@ -84,7 +88,7 @@ class RunReport:
         self._total: StepMetrics | None = None
         self._closed = False
 
-    def __enter__(self) -> RunReport:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
