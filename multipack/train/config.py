@@ -69,7 +69,7 @@ class TrainConfig:
     datasets: list[DatasetConfig] = field(default_factory=list)
     """Sources of rows, joined in this order. None and no `data`: instruction pairs from the installed Python's library."""
     data: str | None = None
-    """Short for one source with `type: auto`; excludes `datasets`."""
+    """Short for one source with `type: auto`; on the command line it takes the place of the file's `datasets`."""
     dataset_prepared_path: str = "last_run_prepared"
     """Folder of the token cache, shared between runs."""
     prepare_only: bool = False
@@ -213,4 +213,4 @@ def load_config(argv: Sequence[str] | None = None) -> TrainConfig:
     Raises:
         ValueError: an unknown key (the message names the nearest one), a value of a wrong type, or one that the checks refuse.
     """
-    return read_config(TrainConfig, argv, elsewhere=ELSEWHERE)
+    return read_config(TrainConfig, argv, elsewhere=ELSEWHERE, instead={"data": "datasets"})

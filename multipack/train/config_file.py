@@ -29,6 +29,7 @@ def read_config(
     argv: Sequence[str] | None = None,
     *,
     elsewhere: Mapping[str, str] | None = None,
+    instead: Mapping[str, str] | None = None,
 ) -> Config:
     """Make a `config_type` from `--config FILE.yml` and `--key value` pairs.
 
@@ -39,6 +40,7 @@ def read_config(
         argv: command line without the program's name; None takes this process's.
         elsewhere: keys of other trainers -> what to do instead. They are accepted while they are off, since off is what
             they are here, and refused with the remedy otherwise.
+        instead: keys that, on the command line, take the place of another key of the file.
 
     Raises:
         ValueError: unknown key, value of a wrong type, or a value that `config_type` refuses.
@@ -58,7 +60,9 @@ def read_config(
         elif key not in _OPTIONS:
             _check_key(key, shown, config_type)
     _check_nested_keys(values, config_type)
-    kept = {key: value for key, value in values.items() if key not in off}
+    replaced = {argument[2:].partition("=")[0] for argument in overrides}  # lists are replaced, not joined
+    replaced |= {other for key, other in (instead or {}).items() if key in _option_keys(overrides)}
+    kept = {key: value for key, value in values.items() if key not in off | replaced}
     return _parse(config_type, ["--config", json.dumps(kept), *overrides])
 
 

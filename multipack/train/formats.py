@@ -237,8 +237,10 @@ def _rendered(
 def _check_conversation(conversation: Any, row: int) -> None:
     if not isinstance(conversation, list | tuple):
         raise TypeError(
-            f"row {row}: the conversation is {conversation!r}, not a list of messages. Remove the row or correct it."
+            f"row {row}: the conversation is {conversation!r}, not a list of messages. Correct or remove it."
         )
+    if not conversation:
+        raise ValueError(f"row {row}: the conversation has no messages. Remove the row.")
     for turn, message in enumerate(conversation):
         if (
             not isinstance(message, Mapping)
@@ -256,6 +258,11 @@ def _assistant_spans(
     for turn, message in enumerate(conversation):
         if message["role"] != "assistant":
             continue
+        if turn == 0:
+            raise ValueError(
+                f"row {row}: the assistant speaks first, and without an earlier message the template cannot show where its part begins. "
+                "Put a message before it, use a template with {% generation %} marks, or train_on_inputs: true."
+            )
         before = _rendered(conversation[:turn], tokenizer, row, prompt_assistant=True)
         through = _rendered(conversation[: turn + 1], tokenizer, row)
         if not (through.startswith(before) and text.startswith(through)):
