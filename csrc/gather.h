@@ -11,7 +11,20 @@
 namespace multipack {
 
 /// What a column stores, named as in numpy; `bit` is Arrow's boolean, eight to a byte.
-enum class Element : uint8_t { bit, int8, int16, int32, int64, uint8, uint16, uint32, uint64, float16, float32, float64 };
+enum class Element : uint8_t {
+    bit,
+    int8,
+    int16,
+    int32,
+    int64,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+    float16,
+    float32,
+    float64
+};
 
 /// What a batch holds. Integers fit int64, floats become float32, bits may stay booleans (a byte each).
 enum class Output : uint8_t { boolean, int64, float32 };
@@ -24,7 +37,8 @@ int element_bits(Element element);
 /// Consecutive rows of a column as raw Arrow buffers, which are read where they lie.
 struct Chunk {
     int64_t num_rows;
-    const std::byte* offsets;  ///< of its first row; nullptr when every row has the column's `row_length` elements
+    const std::byte*
+        offsets;  ///< of its first row; nullptr when every row has the column's `row_length` elements
     const std::byte* values;
     int64_t first_value;  ///< the element of `values` that an offset of 0 (or the first row) means
     int64_t num_values;   ///< elements that may be read from `first_value` on
@@ -46,8 +60,8 @@ class Column {
     Element element() const { return element_; }
     int64_t num_rows() const { return first_rows_.back(); }
 
-    /// Throws std::out_of_range for a row that is not there, std::invalid_argument where the offsets decrease or
-    /// leave the values: memory outside the chunk is never read.
+    /// Throws std::out_of_range for a row that is not there, std::invalid_argument where the offsets decrease
+    /// or leave the values: memory outside the chunk is never read.
     Slice row(int64_t row) const;
 
   private:
@@ -56,7 +70,7 @@ class Column {
     int64_t row_length_;
     std::vector<Chunk> chunks_;
     std::vector<int64_t> first_rows_;  // of each chunk, and one more
-    std::vector<int32_t> bucket_;      // chunk that holds row b << shift_, so that few chunks are left to search
+    std::vector<int32_t> bucket_;  // chunk that holds row b << shift_, so that few chunks are left to search
     int shift_ = 0;
 };
 
@@ -64,8 +78,8 @@ class Column {
 void row_lengths(const Column& column, std::span<const int64_t> rows, std::span<int64_t> lengths);
 
 /// The sequences of a batch: elements starts[k] .. starts[k] + lengths[k] of row rows[k] go to the slots from
-/// places[k] on. `starts` may be empty (all zero). Places ascend and sequences do not overlap; the slots between them
-/// are padding.
+/// places[k] on. `starts` may be empty (all zero). Places ascend and sequences do not overlap; the slots
+/// between them are padding.
 struct Sequences {
     std::span<const int64_t> rows, starts, lengths, places;
 };
@@ -88,7 +102,8 @@ struct LabelTask {
     bool mask_first;  // the first label of each sequence is ignore_index
 };
 
-/// Positions and sequence numbers. Segment j fills slots boundaries[j] .. boundaries[j + 1]; padding is a segment too.
+/// Positions and sequence numbers. Segment j fills slots boundaries[j] .. boundaries[j + 1]; padding is a
+/// segment too.
 struct SegmentTask {
     std::span<const int32_t> boundaries;  // strictly increasing from 0 to the number of slots
     std::span<int64_t> positions;         // first_position, first_position + 1, ... in each segment
@@ -105,14 +120,16 @@ struct Batch {
     std::optional<SegmentTask> segments;
 };
 
-/// Writes all outputs of a batch, row by row, and returns the number of labels that are not ignore_index.
-/// Throws std::invalid_argument where a sequence leaves its row or its slots, or does not fit the output type.
+/// Writes all outputs of a batch, each once, and returns the number of labels that are not ignore_index.
+/// Throws std::invalid_argument where a sequence leaves its row or its slots, or does not fit the output
+/// type.
 int64_t gather(const Batch& batch);
 
-/// Instruction sets this machine can run, widest last ("baseline", "avx2", "avx512"); the widest is used.
+/// Instruction sets this machine can run, widest last ("baseline", "avx2"); the widest is used.
 std::vector<std::string_view> instruction_sets();
 
-/// Use another one of them, for tests and measurements. Throws std::invalid_argument for one that is not there.
+/// Use another one of them, for tests and measurements. Throws std::invalid_argument for one that is not
+/// there.
 void use_instruction_set(std::string_view name);
 
 }  // namespace multipack
