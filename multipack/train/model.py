@@ -1,8 +1,85 @@
-"""The model of a run: loaded by name or made small and random, packed attention, adapters."""
+"""The model of a run: loaded by name or made small and random, with packed attention and adapters.
+
+What can be known from the model's configuration is checked by `model_config`, before any weight is read.
+"""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig
+
+from multipack.train.attention import ATTENTION
+from multipack.train.config import TrainConfig
+
+
+def model_config(config: TrainConfig, vocabulary: int) -> PretrainedConfig:
+    """The configuration of `base_model`, or of a small Llama, with the run's overrides.
+
+    Args:
+        config: of the run.
+        vocabulary: tokens of the tokenizer; a small Llama is made for so many.
+
+    Raises:
+        ValueError: rows can be longer than the model's positions, or the tokenizer has more tokens than the model has embeddings.
+    """
+    overrides = config.overrides_of_model_config
+    if config.base_model is None:
+        found: PretrainedConfig = LlamaConfig(**_small_llama(vocabulary, config.sequence_len) | overrides)
+    else:
+        found = AutoConfig.from_pretrained(
+            config.base_model, trust_remote_code=config.trust_remote_code, **overrides
+        )
+    limit = getattr(found, "max_position_embeddings", None)
+    if limit is not None and config.sequence_len > limit:
+        raise ValueError(
+            f"sequence_len is {config.sequence_len} but {config.base_model or 'the small Llama'} has {limit} positions: longer rows would "
+            f"use positions it never learnt. Lower sequence_len to {limit}, or raise max_position_embeddings in overrides_of_model_config."
+        )
+    if vocabulary > found.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {vocabulary} tokens but {config.base_model or 'the small Llama'} has embeddings for {found.vocab_size}: the "
+            "others would have none. Use the model's own tokenizer, and special_tokens that it already has."
+        )
+    return found
+
+
+def build_model(config: TrainConfig, of: PretrainedConfig, *, bf16: bool) -> Any:
+    """The model in training mode, on the CPU, the same weights on every rank.
+
+    Args:
+        config: of the run.
+        of: what `model_config` returned.
+        bf16: whether the run computes in bfloat16; frozen weights are then kept in it, trained ones in float32.
+
+    Raises:
+        ValueError: transformers has no class `model_type`, or no module fits the names to adapt.
+    """
+    attention = ATTENTION if config.sample_packing else "sdpa"
+    frozen = torch.bfloat16 if bf16 and config.adapter else torch.float32
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        if config.base_model is None:
+            model = transformers.AutoModelForCausalLM.from_config(
+                of, attn_implementation=attention, dtype=frozen
+            )
+        else:
+            model = _model_class(config.model_type).from_pretrained(
+                config.base_model,
+                config=of,
+                attn_implementation=attention,
+                dtype=frozen,
+                trust_remote_code=config.trust_remote_code,
+                quantization_config=_four_bit(bf16) if config.load_in_4bit else None,
+            )
+        if config.adapter:
+            model = _with_adapter(model, config)
+    if config.gradient_checkpointing:
+        recompute_activations(model)
+    return model.train()
 
 
 def recompute_activations(model: Any) -> None:
@@ -10,5 +87,54 @@ def recompute_activations(model: Any) -> None:
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(options)
-    else:  # transformers before 5.20 spells it so
+    else:  # its name in older releases of transformers 5
         model.gradient_checkpointing_enable(options)
+
+
+def _small_llama(vocabulary: int, sequence_len: int) -> dict[str, Any]:
+    """About a million parameters: learns the built-in data visibly within a minute on one core."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max(sequence_len, 2048),
+        "tie_word_embeddings": False,
+    }
+
+
+def _model_class(name: str) -> Any:
+    found = getattr(transformers, name, None)
+    if found is None:
+        raise ValueError(
+            f"model_type is {name}, which transformers {transformers.__version__} does not have. AutoModelForCausalLM finds the class by itself."
+        )
+    return found
+
+
+def _four_bit(bf16: bool) -> Any:
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+    )
+
+
+def _with_adapter(model: Any, config: TrainConfig) -> Any:
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    lora = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules="all-linear" if config.lora_target_linear else config.lora_target_modules,
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():  # peft asks transformers by an old name
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing. is deprecated", FutureWarning)
+        if config.load_in_4bit:
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        return get_peft_model(model, lora)

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_llama import random_sequences, sequence_losses, tiny_llama, train_plainly
 from train.engine_worker import ADAMW, LEARNING_RATE, MAX_GRAD_NORM, micro_batches
+from train.ranks import run_ranks
 
+ENGINES = Path(__file__).with_name("engine_worker.py")
 TORCH_CELLS = ["0", "1", "2", "3", "2-offload", "3-offload"]
 DEEPSPEED_CELLS = ["deepspeed-1", "deepspeed-2", "deepspeed-2-offload", "deepspeed-3"]
-
-
-def run_cells(cells: list[str], ranks: int, out: Path) -> dict:
-    here = Path(__file__).parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(here.parent)}
-    done = subprocess.run(
-        [*command, str(here / "engine_worker.py"), str(out), *cells],
-        env=environment,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-60000:]
-    return torch.load(out)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +38,8 @@ def check(result: dict, plain: tuple) -> None:
 
 @pytest.mark.distributed
 def test_torch_engines_equal_one_plain_process(plain, tmp_path):
-    results = run_cells(TORCH_CELLS, 2, tmp_path / "results.pt")
+    run_ranks(2, ENGINES, tmp_path / "results.pt", *TORCH_CELLS)
+    results = torch.load(tmp_path / "results.pt")
     for cell in TORCH_CELLS:
         check(results[cell], plain)
     # Stage 1 shares out the optimizer's two moments, stages 2 and 3 the parameters as well.
@@ -67,6 +52,7 @@ def test_torch_engines_equal_one_plain_process(plain, tmp_path):
 
 @pytest.mark.distributed
 def test_deepspeed_engines_equal_one_plain_process(plain, tmp_path):
-    results = run_cells(DEEPSPEED_CELLS, 2, tmp_path / "results.pt")
+    run_ranks(2, ENGINES, tmp_path / "results.pt", *DEEPSPEED_CELLS)
+    results = torch.load(tmp_path / "results.pt")
     for cell in DEEPSPEED_CELLS:
         check(results[cell], plain)
