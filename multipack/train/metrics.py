@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,7 +93,7 @@ def merge(steps: Sequence[StepMetrics]) -> StepMetrics:
     return StepMetrics(
         step=steps[-1].step,
         epoch=steps[-1].epoch,
-        loss=_ratio(math.fsum(step.loss * step.num_target_tokens for step in steps), targets),
+        loss=_ratio(math.fsum(s.loss * s.num_target_tokens for s in steps if s.num_target_tokens), targets),
         learning_rate=steps[-1].learning_rate,
         grad_norm=max(step.grad_norm for step in steps),
         num_sequences=sum(step.num_sequences for step in steps),
@@ -115,7 +116,10 @@ def flops_per_token(num_parameters: int, num_trainable: int) -> float:
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 operations a second of a GPU by its name; None where it is not known."""
-    return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS if name in device_name), None)
+    for name, tflops in _PEAK_TFLOPS:
+        if re.search(rf"\b{name}\b", device_name):
+            return tflops * 1e12
+    return None
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -41,7 +41,7 @@ class MetricsLog:
         )
         self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
-        self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=first_step)
+        self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Add one line; numbers that are not finite become null."""
@@ -86,6 +86,7 @@ class RunReport:
         self._mfu_of_a_token = flops_per_token / peak_flops if peak_flops else None
         self._pending: list[StepMetrics] = []
         self._total: StepMetrics | None = None
+        self._last_loss = math.nan
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -99,6 +100,7 @@ class RunReport:
     def step(self, metrics: StepMetrics) -> None:
         """Move the bar by one step, and write a line every `logging_steps` steps."""
         self._total = metrics if self._total is None else merge([self._total, metrics])
+        self._last_loss = metrics.loss
         self._pending.append(metrics)
         self._bar.set_postfix_str(
             f"loss {metrics.loss:.3f}, {metrics.tokens_per_s:,.0f} tokens/s, wait {metrics.wait_share:.1%}",
@@ -135,7 +137,7 @@ class RunReport:
         total = self._total
         mfu = f" | MFU {self._mfu(total):.1%}" if self._mfu_of_a_token is not None else ""
         return (
-            f"{self._bar.desc}: step {total.step}, loss {total.loss:.4f}, {total.num_sequences:,} samples and {total.num_tokens:,} tokens "
+            f"{self._bar.desc}: step {total.step}, last loss {self._last_loss:.4f}, {total.num_sequences:,} samples and {total.num_tokens:,} tokens "
             f"in {total.seconds:.1f} s | {total.samples_per_s:,.2f} samples/s | {total.tokens_per_s:,.0f} tokens/s | "
             f"padding {total.padding_share:.2%} | data wait {total.wait_share:.2%} | bin fill {total.bin_fill:.2%}{mfu}"
         )
