@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -87,7 +88,9 @@ void def_packing(nb::module_& module) {
     });
     def_packer(module, "best_fit_decreasing", best_fit_decreasing);
     def_packer(module, "stream", [](auto lengths, auto capacity, auto limit, auto seed, auto offsets, auto indices) {
-        return stream(lengths, capacity, limit, seed, 0.0, offsets, indices);
+        const int64_t tokens = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+        const int32_t pool_size = stream_pool_size(static_cast<int64_t>(lengths.size()), tokens, capacity);
+        return stream(lengths, capacity, limit, seed, pool_size, 0.0, offsets, indices);
     });
     def_packer(module, "pack_auto", pack_auto);
     def_counts(module, "best_fit_decreasing_bins", best_fit_decreasing_bins);
@@ -125,7 +128,7 @@ PyChunk make_chunk(int64_t num_rows, std::optional<Vector<const uint8_t>> offset
 }
 
 /// A column reads raw memory, so the buffers must hold what the chunk says, whatever Python checked before.
-void check_chunk(const PyChunk& chunk, multipack::Element element, int offset_bytes) {
+void check_chunk(const PyChunk& chunk, multipack::Element element, int offset_bytes, int64_t row_length) {
     const auto& [num_rows, offsets, values, first_value, num_values] = chunk.chunk;
     if (num_rows < 0 || first_value < 0 || num_values < 0)
         throw std::invalid_argument("a chunk has a negative size or position");
@@ -135,6 +138,9 @@ void check_chunk(const PyChunk& chunk, multipack::Element element, int offset_by
             throw std::invalid_argument("a chunk of " + std::to_string(num_rows) + " rows has only " +
                                         std::to_string(size) + " bytes of offsets");
     }
+    if (offset_bytes == 0 && row_length > 0 && num_rows > num_values / row_length)
+        throw std::invalid_argument("a chunk of " + std::to_string(num_rows) + " rows of " +
+                                    std::to_string(row_length) + " has only " + std::to_string(num_values) + " values");
     const uint64_t bits = 8 * (chunk.values ? chunk.values->shape(0) : 0);
     const uint64_t wanted = static_cast<uint64_t>(first_value) + static_cast<uint64_t>(num_values);
     if (bits / multipack::element_bits(element) < wanted)
@@ -148,7 +154,7 @@ PyColumn make_column(const std::string& element_name, int offset_bytes, int64_t 
         throw std::invalid_argument("offset_bytes must be 0, 4 or 8 and row_length not negative");
     std::vector<multipack::Chunk> raw;
     for (const PyChunk& chunk : chunks) {
-        check_chunk(chunk, element, offset_bytes);
+        check_chunk(chunk, element, offset_bytes, row_length);
         raw.push_back(chunk.chunk);
     }
     return {std::move(chunks), multipack::Column(element, offset_bytes, row_length, std::move(raw))};

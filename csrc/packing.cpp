@@ -212,7 +212,43 @@ int64_t best_fit_decreasing(std::span<const int32_t> lengths, int32_t capacity, 
 
 int64_t pack_auto(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
                   std::span<int64_t> offsets, std::span<int32_t> indices) {
-    return stream(lengths, capacity, max_sequences, seed, 0.0, offsets, indices);
+    constexpr double kClearlyFewer = 0.0005;     // share of bins that a less random order must save
+    constexpr double kGiveUp = 0.002;            // fill below that of best-fit decreasing at which the stream ends early
+    constexpr int64_t kSearchAll = 8192;         // sequences up to which a pool may hold all
+    constexpr int64_t kSequencesOfTries = 32768;  // bound on the work of further tries, in sequences
+    const int64_t count = static_cast<int64_t>(lengths.size());
+    std::vector<int64_t> counts(capacity + 1);
+    histogram(lengths, counts);
+    int64_t tokens = 0;
+    for (int32_t l = 1; l <= capacity; ++l) tokens += counts[l] * l;
+    const int64_t bound = lower_bound(counts, capacity, max_sequences);
+    const int64_t sorted_bins = best_fit_decreasing_bins(counts, capacity, max_sequences);
+    const double sorted_fill = static_cast<double>(tokens) / (static_cast<double>(std::max<int64_t>(sorted_bins, 1)) * capacity);
+    auto clearly_fewer = [&](int64_t bins, int64_t than) { return bins < than - static_cast<int64_t>(kClearlyFewer * bins); };
+
+    const int32_t pool_size = stream_pool_size(count, tokens, capacity);
+    int64_t bins = stream(lengths, capacity, max_sequences, seed, pool_size, sorted_fill - kGiveUp, offsets, indices);
+    if (bins < 0) bins = INT64_MAX / 2;
+    if (bins <= bound) return bins;
+    // A small input may be searched from its longest sequence down, and again with other ties.
+    std::vector<int64_t> other_offsets;
+    std::vector<int32_t> other_indices;
+    const int64_t num_tries = count <= kSearchAll ? std::min<int64_t>(8, kSequencesOfTries / std::max<int64_t>(count, 1)) : 0;
+    for (int64_t attempt = 1; attempt <= num_tries && bins > bound; ++attempt) {
+        other_offsets.resize(count + 1);
+        other_indices.resize(count);
+        const int32_t pool = attempt % 2 == 1 ? static_cast<int32_t>(count) : pool_size;
+        const int64_t found = stream(lengths, capacity, max_sequences, seed + attempt, pool, 0.0, other_offsets, other_indices);
+        if (!clearly_fewer(found, bins)) continue;
+        bins = found;
+        std::copy_n(other_offsets.begin(), bins + 1, offsets.begin());
+        std::copy(other_indices.begin(), other_indices.end(), indices.begin());
+    }
+    if (clearly_fewer(sorted_bins, bins)) {
+        bins = best_fit_decreasing(lengths, capacity, max_sequences, seed, offsets, indices);
+        shuffle_bins(0, bins, seed, offsets, indices);
+    }
+    return bins;
 }
 
 }  // namespace multipack

@@ -2,19 +2,20 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 
 namespace multipack {
 
 namespace {
 
-constexpr int kOrderLookahead = 64;      // sequences skipped at most while filling in order of arrival
+constexpr int kOrderLookahead = 32;      // sequences skipped at most while filling in order of arrival
 constexpr int kTripleCandidates = 24;    // first members tried for an exact triple
 constexpr int kTripleLookahead = 256;    // sequences passed over at most to find them
 constexpr int32_t kNearestPairSlack = 64;  // tokens below the rest in which a nearest pair is sought
 constexpr int64_t kMaxAgeInPools = 6;    // a sequence waits for at most this many pools of arrivals
 // Bitmap words that the searches may read, a bin and saved up: keeps uniform lengths as fast as the others.
-constexpr int64_t kWordsPerBin = 1024;
-constexpr int64_t kMaxSavedWords = 65536;
+constexpr int64_t kWordsPerBin = 16;
+constexpr int64_t kMaxSavedWords = 16384;
 
 }  // namespace
 
@@ -138,7 +139,7 @@ int32_t StreamPool::exact_pair(int32_t target, int32_t first_word) {
 bool StreamPool::close_with_triple(int32_t rest, std::vector<int64_t>& ids) {
     int tried = 0, seen = 0;
     for (int32_t slot = slots_[pool_size_].newer; slot != pool_size_; slot = slots_[slot].newer) {
-        if (tried == kTripleCandidates || ++seen > kTripleLookahead || search_budget_ <= 0) return false;
+        if (tried == kTripleCandidates || ++seen > kTripleLookahead || --search_budget_ <= 0) return false;
         const int32_t first = slots_[slot].length;
         if (first >= rest) continue;
         ++tried;
@@ -197,21 +198,37 @@ int32_t StreamPool::fill_in_order(int32_t rest, int64_t room, std::vector<int64_
     return rest;
 }
 
-int32_t StreamPool::fill(std::vector<int64_t>& ids) {
+/// Take the longest that fit while the rest stays above twice the mean length; returns the new rest.
+int32_t StreamPool::fill_longest_first(int32_t rest, int64_t room, std::vector<int64_t>& ids, int64_t* taken) {
+    const int64_t reserve = 2 * tokens_ / size_;
+    while (size_ > 0 && *taken < room && (*taken == 0 || rest > reserve)) {
+        const int32_t length = longest_up_to(rest);
+        if (length <= 0) break;
+        take_length(length, ids);
+        ++*taken;
+        rest -= length;
+    }
+    return rest;
+}
+
+int32_t StreamPool::fill(Lead lead, std::vector<int64_t>& ids) {
     search_budget_ = std::min(search_budget_ + kWordsPerBin, kMaxSavedWords);
     int32_t rest = capacity_;
     int64_t taken = 0;
+    // Three places are kept for the closing, so that a limit on sequences does not leave bins open.
+    const int64_t room_in_order = std::max<int64_t>(1, max_sequences_ - 3);
     const Slot& oldest = slots_[slots_[pool_size_].newer];
     const bool overdue = arrivals_ - oldest.arrival > (kMaxAgeInPools + 1) * pool_size_;
     const int32_t oldest_large = slots_[pool_size_].newer_large;
-    if (!overdue && oldest_large != pool_size_ && large_need_all_small()) {
+    if (lead == Lead::kLongest) {
+        rest = fill_longest_first(rest, room_in_order, ids, &taken);
+    } else if (!overdue && oldest_large != pool_size_ && large_need_all_small()) {
         const int32_t length = slots_[oldest_large].length;
         take_length(length, ids);
         rest -= length;
         taken = 1;
     } else {
-        // Three places are kept for the closing, so that a limit on sequences does not leave bins open.
-        rest = fill_in_order(rest, std::max<int64_t>(1, max_sequences_ - 3), ids, &taken);
+        rest = fill_in_order(rest, room_in_order, ids, &taken);
     }
     while (rest > 0 && taken < max_sequences_) {
         const int64_t room = max_sequences_ - taken;
@@ -257,35 +274,58 @@ void StreamPool::snapshot(std::vector<int64_t>& ids, std::vector<int32_t>& lengt
 int32_t stream_pool_size(int64_t num_sequences, int64_t num_tokens, int32_t capacity) {
     if (num_sequences == 0) return 1;
     const double per_bin = static_cast<double>(capacity) * num_sequences / static_cast<double>(num_tokens);
-    const int64_t wanted = std::max<int64_t>(256, static_cast<int64_t>(8 * per_bin));
-    return static_cast<int32_t>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(num_sequences, 1 << 24)));
+    const int64_t wanted = std::max<int64_t>(1024, static_cast<int64_t>(8 * per_bin));
+    return static_cast<int32_t>(std::clamp<int64_t>(num_sequences / 4, 1, std::min<int64_t>(wanted, 1 << 24)));
+}
+
+void shuffle_bins(int64_t first, int64_t num_bins, uint64_t seed, std::span<int64_t> offsets,
+                  std::span<int32_t> indices) {
+    std::vector<int64_t> order(num_bins - first);
+    std::iota(order.begin(), order.end(), first);
+    Random random(seed);
+    shuffle(std::span(order), random);
+    const std::vector<int64_t> ends(offsets.begin() + first, offsets.begin() + num_bins + 1);
+    const std::vector<int32_t> rows(indices.begin() + ends.front(), indices.begin() + ends.back());
+    int64_t written = ends.front();
+    for (size_t b = 0; b < order.size(); ++b) {
+        const int64_t from = ends[order[b] - first], to = ends[order[b] - first + 1];
+        std::copy(rows.begin() + (from - ends.front()), rows.begin() + (to - ends.front()), indices.begin() + written);
+        written += to - from;
+        offsets[first + b + 1] = written;
+    }
 }
 
 int64_t stream(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
-               double min_exact_share, std::span<int64_t> offsets, std::span<int32_t> indices) {
-    constexpr int64_t kWindow = 256;  // bins over which the share of exact fills is watched
-    int64_t num_tokens = 0;
-    for (int32_t length : lengths) num_tokens += length;
+               int32_t pool_size, double min_fill, std::span<int64_t> offsets, std::span<int32_t> indices) {
+    constexpr int64_t kWindow = 256;  // bins over which the fill is watched
+    const int64_t min_tokens = static_cast<int64_t>(min_fill * kWindow * capacity);
     const int64_t count = static_cast<int64_t>(lengths.size());
-    StreamPool pool(capacity, stream_pool_size(count, num_tokens, capacity), max_sequences, seed);
+    StreamPool pool(capacity, pool_size, max_sequences, seed);
     std::vector<int64_t> ids;
-    int64_t next = 0, written = 0, bins = 0, exact = 0;
+    int64_t next = 0, written = 0, bins = 0, tokens = 0;
+    auto fill = [&](StreamPool::Lead lead) {
+        ids.clear();
+        tokens += pool.fill(lead, ids);
+        for (int64_t id : ids) indices[written++] = static_cast<int32_t>(id);
+        offsets[++bins] = written;
+    };
     offsets[0] = 0;
     while (true) {
         while (next < count && !pool.full()) {
             pool.push(next, lengths[next]);
             ++next;
         }
-        if (pool.size() == 0) return bins;
-        ids.clear();
-        exact += pool.fill(ids) == capacity;
-        for (int64_t id : ids) indices[written++] = static_cast<int32_t>(id);
-        offsets[++bins] = written;
+        if (next == count) break;
+        fill(StreamPool::Lead::kOldest);
         if (bins % kWindow == 0) {
-            if (next < count && static_cast<double>(exact) < min_exact_share * kWindow) return -1;
-            exact = 0;
+            if (tokens < min_tokens) return -1;
+            tokens = 0;
         }
     }
+    const int64_t last = bins;
+    while (pool.size() > 0) fill(StreamPool::Lead::kLongest);
+    shuffle_bins(last, bins, seed, offsets, indices);
+    return bins;
 }
 
 }  // namespace multipack

@@ -27,8 +27,12 @@ class StreamPool {
     /// Add a sequence; the pool must not be full.
     void push(int64_t id, int32_t length);
 
+    enum class Lead { kOldest, kLongest };
+
     /// Take one bin out of the pool, which must not be empty. Appends ids to `ids` and returns the tokens taken.
-    int32_t fill(std::vector<int64_t>& ids);
+    /// Led by the oldest sequence a bin keeps the order of arrival; led by the longest it wastes least when no more
+    /// will arrive.
+    int32_t fill(Lead lead, std::vector<int64_t>& ids);
 
     /// Sequences in order of arrival, for a saved state.
     void snapshot(std::vector<int64_t>& ids, std::vector<int32_t>& lengths) const;
@@ -56,6 +60,7 @@ class StreamPool {
     bool close_with_triple(int32_t rest, std::vector<int64_t>& ids);
     int32_t nearest_pair(int32_t rest, int32_t single, int32_t* total);
     int32_t fill_in_order(int32_t rest, int64_t room, std::vector<int64_t>& ids, int64_t* taken);
+    int32_t fill_longest_first(int32_t rest, int64_t room, std::vector<int64_t>& ids, int64_t* taken);
     bool large_need_all_small() const;
 
     int32_t capacity_, pool_size_, half_;
@@ -71,12 +76,18 @@ class StreamPool {
     Random random_;
 };
 
-/// Pool size that keeps bins full: eight bins' worth of sequences, at least 256.
+/// Pool size that keeps bins full: eight bins' worth of sequences and at least 1024, but a quarter of them at most, so
+/// that most bins keep the order of arrival.
 int32_t stream_pool_size(int64_t num_sequences, int64_t num_tokens, int32_t capacity);
 
-/// Pack a whole array through a pool. Returns the number of bins, or -1 as soon as fewer than `min_exact_share` of
-/// the last bins were filled to the last token (0: never give up).
+/// Pack a whole array through a pool. When the last sequence has arrived, bins are led by the longest that is left,
+/// and these last bins are shuffled. Returns the number of bins, or -1 as soon as the share of filled slots in 256
+/// bins in a row is below `min_fill` (0: never give up).
 int64_t stream(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
-               double min_exact_share, std::span<int64_t> offsets, std::span<int32_t> indices);
+               int32_t pool_size, double min_fill, std::span<int64_t> offsets, std::span<int32_t> indices);
+
+/// Put bins [first, num_bins) into a random order.
+void shuffle_bins(int64_t first, int64_t num_bins, uint64_t seed, std::span<int64_t> offsets,
+                  std::span<int32_t> indices);
 
 }  // namespace multipack
