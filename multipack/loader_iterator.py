@@ -1,0 +1,150 @@
+"""One pass over a DataLoader: what happens between the queue and the training loop.
+
+The one rule: everything that follows the consumer (position, statistics, what accelerate is told) happens as a batch is yielded.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from multipack.device import DeviceCopier, InFlight
+from multipack.prefetch import Prefetcher
+from multipack.stats import BatchSize, batch_size
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from multipack.loader import DataLoader
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A batch as it lies in the queue, with what must be known when it is yielded."""
+
+    batch: Any
+    size: BatchSize
+    bin_slots: int
+    mark: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes batches in the threads: fetch, collate, count, start the copy."""
+
+    fetch: Callable[[Any], Any]
+    """What makes a batch of an item of the position."""
+    capacity: int
+    """Slots of a bin, 0 where there are no bins."""
+    pin_for: str | None
+    """Kind of the device to pin memory for."""
+    copier: DeviceCopier | None
+
+    def __call__(self, pair: tuple[Any, Any]) -> Made:
+        item, mark = pair
+        batch = self.fetch(item)
+        size = batch_size(batch)
+        if self.copier is not None:
+            batch = self.copier.send(batch)
+        elif self.pin_for is not None:
+            batch = pin_memory(batch, self.pin_for)  # type: ignore[no-untyped-call]
+        return Made(batch, size, self.capacity * getattr(item, "num_bins", 0), mark)
+
+
+class LoaderIterator(Iterator[Any]):
+    """The iterator of a DataLoader. Dropping or closing it ends its threads; the position counts what it yielded."""
+
+    def __init__(
+        self, loader: DataLoader[Any], prefetcher: Prefetcher[Made], copier: DeviceCopier | None
+    ) -> None:
+        self._loader = loader
+        self._made = iter(prefetcher)
+        self._copier = copier
+        self._returned_at: float | None = None  # when the last batch was handed out
+        self._batches_left: int | None = None  # known while accelerate listens
+        self._leave_accelerate: Callable[[], object] | None = None
+
+    def __next__(self) -> Any:
+        if self._returned_at is None:
+            self._join_accelerate()
+        stats = self._loader.stats
+        queue_length, busy = self._made.ready, self._made.busy_seconds
+        asked_at = perf_counter()
+        try:
+            made = next(self._made)
+        except StopIteration:
+            self._end()
+            raise
+        batch = made.batch
+        if self._copier is not None and isinstance(batch, InFlight):
+            batch = self._copier.receive(batch)
+        now = perf_counter()
+        if self._returned_at is None:
+            stats.start_seconds += now - asked_at
+        else:
+            stats.wait_seconds += now - asked_at
+            stats.loop_seconds += now - self._returned_at
+        stats.count(made.size, made.bin_slots, queue_length, self._made.busy_seconds - busy)
+        self._yield(made.mark)
+        self._returned_at = now
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def close(self) -> None:
+        """End the threads of this pass, and wait for them up to a second."""
+        self._made.close()
+        if self._leave_accelerate is not None:
+            self._leave_accelerate()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _yield(self, mark: Any) -> None:
+        if self._is_newest():  # an older pass may go on, but the loader has only one position
+            self._loader._position.yielded(mark)
+        if self._batches_left is not None:
+            self._batches_left -= 1
+            self._loader.end_of_dataloader = self._batches_left == 0
+
+    def _end(self) -> None:
+        if self._is_newest():
+            self._loader._position.ended()
+        if self._leave_accelerate is not None:
+            self._leave_accelerate()
+
+    def _is_newest(self) -> bool:
+        return self._loader._newest() is self
+
+    def _join_accelerate(self) -> None:
+        """Tell accelerate which loader is read, as its own loaders do: it synchronises gradients at `end_of_dataloader`."""
+        state = _gradient_state() if self._loader._is_accelerate_prepared else None
+        if state is None or self._leave_accelerate is not None:
+            return
+        self._loader.end_of_dataloader = False
+        self._batches_left = self._loader._position.remaining()
+        state._add_dataloader(self._loader)
+        leave = weakref.finalize(self, state._remove_dataloader, self._loader)
+        leave.atexit = False
+        self._leave_accelerate = leave
+
+
+def _gradient_state() -> Any:
+    """accelerate's state if an Accelerator was made in this process; never imports it."""
+    module = sys.modules.get("accelerate.state")
+    if module is None or not module.GradientState._shared_state:
+        return None
+    return module.GradientState()
