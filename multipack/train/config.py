@@ -14,6 +14,8 @@ from multipack.train.axolotl_keys import ELSEWHERE
 from multipack.train.config_checks import check_config, check_dataset
 from multipack.train.config_file import read_config
 
+BUILTIN = "builtin"
+"""Path of the source that needs no download."""
 Overlong = Literal["error", "truncate", "split", "drop"]
 
 
@@ -22,7 +24,8 @@ class DatasetConfig:
     """One source of rows and how a row becomes tokens."""
 
     path: str
-    """A jsonl(.gz), json, parquet or arrow file, a folder of such files or of `save_to_disk`, or a name on the hub."""
+    """A jsonl(.gz), json, parquet or arrow file, a folder of such files or of `save_to_disk`, a name on the hub, or "builtin":
+    conversations made from the installed Python's standard library."""
     type: Literal["auto", "alpaca", "messages", "chat_template", "text", "completion"] = "auto"
     """Format of a row. axolotl's `chat_template` is `messages`, its `completion` is `text`; `auto` looks at the columns."""
     name: str | None = None
@@ -67,7 +70,7 @@ class TrainConfig:
 
     # Data
     datasets: list[DatasetConfig] = field(default_factory=list)
-    """Sources of rows, joined in this order. None and no `data`: instruction pairs from the installed Python's library."""
+    """Sources of rows, joined in this order. None and no `data`: the built-in one."""
     data: str | None = None
     """Short for one source with `type: auto`; on the command line it takes the place of the file's `datasets`."""
     dataset_prepared_path: str = "last_run_prepared"
@@ -198,8 +201,10 @@ class TrainConfig:
 
     @property
     def sources(self) -> list[DatasetConfig]:
-        """The sources of rows; empty for the built-in data."""
-        return [DatasetConfig(path=self.data)] if self.data is not None else self.datasets
+        """Where rows come from: `data`, else `datasets`, else the built-in source."""
+        if self.data is not None:
+            return [DatasetConfig(path=self.data)]
+        return self.datasets or [DatasetConfig(path=BUILTIN)]
 
 
 def every_steps(interval: float, num_steps: int) -> int:

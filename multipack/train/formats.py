@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jinja2 import TemplateError
@@ -40,6 +39,11 @@ class Encoded(NamedTuple):
 
     input_ids: list[int]
     labels: list[int]
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are learnt."""
+        return len(self.labels) - self.labels.count(IGNORED)
 
 
 class RowFormat(NamedTuple):
@@ -291,8 +295,3 @@ def _labels_in(
             last = closing + 1
         labels[first:last] = ids[first:last]
     return labels
-
-
-def num_targets(rows: Sequence[Encoded]) -> int:
-    """Tokens that are learnt."""
-    return sum(label != IGNORED for label in chain.from_iterable(row.labels for row in rows))

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from multipack.dataset import TokenDataset
 from multipack.train.config import DatasetConfig, TrainConfig
-from multipack.train.formats import choose_format, encode, num_targets
+from multipack.train.formats import Encoded, choose_format, encode
 from multipack.train.sources import open_source, source_digest
 from multipack.train.tokenizer import load_tokenizer, tokenizer_digest
 
@@ -64,8 +64,7 @@ def prepare_data(config: TrainConfig) -> PreparedData:
         TimeoutError: another process did not finish in time.
     """
     tokenizer = load_tokenizer(config)
-    sources: list[DatasetConfig | None] = [*config.sources] or [None]
-    folders = tuple(_prepared(source, config, tokenizer) for source in sources)
+    folders = tuple(_prepared(source, config, tokenizer) for source in config.sources)
     rows = datasets.concatenate_datasets(
         [datasets.Dataset.from_file(str(folder / "rows.arrow")) for folder in folders]
     )
@@ -122,16 +121,16 @@ def _size(tokens: TokenDataset) -> str:
     return f"{len(tokens):,} rows, {num_tokens:,} tokens, the longest {int(tokens.lengths.max()):,}"
 
 
-def _prepared(source: DatasetConfig | None, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
+def _prepared(source: DatasetConfig, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
     """The complete folder of one source, written now if it is not there."""
     root = Path(config.dataset_prepared_path)
     recipe = {
         "layout": _LAYOUT,
         "data": source_digest(source, config.sequence_len),
         "tokenizer": tokenizer_digest(tokenizer),
-        "type": source.type if source else "messages",
-        "field": source.field if source else "",
-        "field_messages": source.field_messages if source else "messages",
+        "type": source.type,
+        "field": source.field,
+        "field_messages": source.field_messages,
         "train_on_inputs": config.train_on_inputs,
     }
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:24]
@@ -164,7 +163,7 @@ def _sole_writer(path: Path, timeout_s: float) -> FileLock:
 def _write_folder(
     folder: Path,
     recipe: dict[str, object],
-    source: DatasetConfig | None,
+    source: DatasetConfig,
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -173,14 +172,13 @@ def _write_folder(
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     scratch = unfinished / "scratch"
     scratch.mkdir(parents=True)
-    name = source.path if source else "the standard library"
     try:
         rows = open_source(source, config.sequence_len, scratch)
-        counts = _write_rows(unfinished / "rows.arrow", rows, name, source, config, tokenizer)
+        counts = _write_rows(unfinished / "rows.arrow", rows, source, config, tokenizer)
         del rows
         shutil.rmtree(scratch)
         size = (unfinished / "rows.arrow").stat().st_size
-        meta = {"recipe": recipe, "source": name, **counts, "bytes": size}
+        meta = {"recipe": recipe, "source": source.path, **counts, "bytes": size}
         (unfinished / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         os.rename(unfinished, folder)
     except BaseException:
@@ -191,8 +189,7 @@ def _write_folder(
 def _write_rows(
     path: Path,
     rows: datasets.Dataset,
-    name: str,
-    source: DatasetConfig | None,
+    source: DatasetConfig,
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, int]:
@@ -200,42 +197,43 @@ def _write_rows(
     counts = {"rows": 0, "tokens": 0, "targets": 0, "rows_without_targets": 0}
     try:
         row_format = choose_format(
-            source.type if source else "messages",
-            rows.column_names,
-            field=source.field if source else "text",
-            field_messages=source.field_messages if source else "messages",
+            source.type, rows.column_names, field=source.field, field_messages=source.field_messages
         )
         with path.open("wb") as stream, pa.ipc.new_stream(stream, _SCHEMA) as writer:
-            for first_row, batch in _batches(rows, name):
+            for first_row, batch in _batches(rows, source.path):
                 encoded = encode(
                     batch, row_format, tokenizer, train_on_inputs=config.train_on_inputs, first_row=first_row
                 )
-                columns = [[row.input_ids for row in encoded], [row.labels for row in encoded]]
-                writer.write_batch(
-                    pa.record_batch(
-                        [pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
-                    )
-                )
+                writer.write_batch(_record_batch(encoded))
+                targets = [row.num_targets for row in encoded]
                 counts["rows"] += len(encoded)
                 counts["tokens"] += sum(len(row.input_ids) for row in encoded)
-                counts["targets"] += num_targets(encoded)
-                counts["rows_without_targets"] += sum(num_targets([row]) == 0 for row in encoded)
+                counts["targets"] += sum(targets)
+                counts["rows_without_targets"] += targets.count(0)
             stream.flush()
             os.fsync(stream.fileno())
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: {error}") from error
+        raise ValueError(f"{source.path}: {error}") from error
     if counts["targets"] == 0:
         raise ValueError(
-            f"{name}: none of its {counts['rows']} rows has a token to learn. Check its format, or set train_on_inputs: true."
+            f"{source.path}: none of its {counts['rows']} rows has a token to learn. Check its format, or set "
+            "train_on_inputs: true."
         )
     if counts["rows_without_targets"]:
         logger.warning(
             "%s: %d of %d rows have no token to learn; they cost compute only",
-            name,
+            source.path,
             counts["rows_without_targets"],
             counts["rows"],
         )
     return counts
+
+
+def _record_batch(rows: list[Encoded]) -> pa.RecordBatch:
+    columns = [[row.input_ids for row in rows], [row.labels for row in rows]]
+    return pa.record_batch(
+        [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
+    )
 
 
 def _batches(rows: datasets.Dataset, name: str) -> Iterator[tuple[int, dict[str, list[object]]]]:

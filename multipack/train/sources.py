@@ -12,23 +12,23 @@ from pathlib import Path
 import datasets
 
 from multipack.train.builtin_data import builtin_digest, builtin_rows
-from multipack.train.config import DatasetConfig
+from multipack.train.config import BUILTIN, DatasetConfig
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _BLOCK_BYTES = 1 << 20
 
 
-def source_digest(source: DatasetConfig | None, longest: int) -> str:
+def source_digest(source: DatasetConfig, longest: int) -> str:
     """SHA-256 of a source's bytes and of what is taken from them.
 
     Args:
-        source: None for the built-in rows.
+        source: where the rows come from.
         longest: `max_bytes` of the built-in rows.
 
     Raises:
         ValueError: no such file, or a kind of file that cannot be read.
     """
-    if source is None:
+    if source.path == BUILTIN:
         return builtin_digest(longest)
     path = Path(source.path)
     if path.is_file():
@@ -44,18 +44,18 @@ def source_digest(source: DatasetConfig | None, longest: int) -> str:
     return digest.hexdigest()
 
 
-def open_source(source: DatasetConfig | None, longest: int, scratch: Path) -> datasets.Dataset:
+def open_source(source: DatasetConfig, longest: int, scratch: Path) -> datasets.Dataset:
     """The rows of a source.
 
     Args:
-        source: None for the built-in rows.
+        source: where the rows come from.
         longest: `max_bytes` of the built-in rows.
         scratch: folder for Arrow copies of text files; must outlive the rows.
 
     Raises:
         ValueError: no such file, a kind of file that cannot be read, or no such split.
     """
-    if source is None:
+    if source.path == BUILTIN:
         return datasets.Dataset.from_list(builtin_rows(longest))
     path = Path(source.path)
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):

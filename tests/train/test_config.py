@@ -23,7 +23,7 @@ def write(folder: Path, text: str) -> str:
 def test_defaults_are_a_valid_run_on_builtin_data() -> None:
     config = load_config([])
     assert config == TrainConfig()
-    assert config.sources == []
+    assert config.sources == [DatasetConfig(path="builtin")]
 
 
 def test_a_configuration_cannot_be_changed() -> None:
