@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 _INK, _BLUE, _ORANGE, _GREEN, _GREY = "#22303c", "#2f6fb0", "#d9822b", "#3a8f5c", "#9aa5b1"
@@ -27,7 +28,8 @@ def plot_run(metrics_file: Path, picture: Path) -> None:
     train = [record for record in records if record["kind"] == "train"]
     if not train:
         return
-    figure = Figure(figsize=(11, 7), layout="constrained", facecolor="white")
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(11, 7), layout=layout, facecolor="white")
     axes = figure.subplots(2, 2, sharex=True)
     _loss(axes[0, 0], train, [record for record in records if record["kind"] == "eval"])
     _speed(axes[0, 1], train)
@@ -41,60 +43,56 @@ def plot_run(metrics_file: Path, picture: Path) -> None:
 
 
 def _loss(axis: Axes, train: Records, evaluations: Records) -> None:
-    steps, losses = _series(train, "loss")
-    smooth = _smoothed(losses)
-    axis.plot(steps, losses, color=_BLUE, alpha=0.25, linewidth=1)
-    axis.plot(steps, smooth, color=_BLUE, linewidth=2, label="training")
-    if evaluations:
-        axis.plot(
-            *_series(evaluations, "loss"),
-            color=_ORANGE,
-            marker="o",
-            markersize=5,
-            linewidth=1.5,
-            label="validation",
-        )
-    axis.legend(frameon=False, labelcolor=_INK)
-    _dress(axis, "loss of a target token (nats)")
+    _line(axis, *_series(train, "loss"), color=_BLUE, label="training")
+    steps, losses = _series(evaluations, "loss")
+    if losses:
+        axis.plot(steps, losses, color=_ORANGE, marker="o", markersize=5, linewidth=1.5, label="validation")
+    _dress(axis, "loss of a target token (nats)", legend="upper right")
 
 
 def _speed(axis: Axes, train: Records) -> None:
     steps, speeds = _series(train, "tokens_per_s")
     middle = median(speeds)
-    axis.plot(steps, speeds, color=_GREEN, linewidth=1.2)
+    _line(axis, steps, speeds, color=_GREEN)
     axis.axhline(middle, color=_INK, linewidth=1, linestyle=(0, (4, 3)), label=f"median {middle:,.0f}")
-    axis.set_ylim(0, max(speeds) * 1.15)
+    axis.set_ylim(0, max(middle * 1.5, max(speeds) * 1.1))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axis.legend(frameon=False, labelcolor=_INK, loc="lower right")
-    _dress(axis, "tokens a second, all ranks")
+    _dress(axis, "tokens a second, all ranks", legend="lower right")
 
 
 def _shares(axis: Axes, train: Records) -> None:
-    tops = []
+    top = 0.05
     for name, label, color in (("padding_share", "padding", _ORANGE), ("wait_share", "data wait", _BLUE)):
         steps, shares = _series(train, name)
-        axis.plot(steps, shares, color=color, linewidth=1.5, label=f"{label}, mean {fmean(shares):.2%}")
-        tops.append(max(shares))
-    axis.set_ylim(0, max(0.05, *tops) * 1.15)
+        _line(axis, steps, shares, color=color, label=f"{label}, mean {fmean(shares):.2%}")
+        top = max(top, *shares)
+    axis.set_ylim(0, top * 1.15)
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axis.legend(frameon=False, labelcolor=_INK, loc="upper right")
-    _dress(axis, "share of token slots padded, of time waiting for data")
+    _dress(axis, "slots that held padding, time spent waiting for data", legend="upper right")
 
 
 def _fill(axis: Axes, train: Records) -> None:
     steps, fills = _series(train, "bin_fill")
     low = min(fills)
     bottom = max(0.0, 1.0 - 2.0 * max(0.01, 1.0 - low))
-    axis.fill_between(steps, fills, bottom, color=_GREEN, alpha=0.18, linewidth=0)
-    axis.plot(steps, fills, color=_GREEN, linewidth=1.5, label=f"mean {fmean(fills):.2%}, lowest {low:.2%}")
+    axis.fill_between(steps, fills, bottom, color=_GREEN, alpha=0.12, linewidth=0)
+    _line(axis, steps, fills, color=_GREEN, label=f"mean {fmean(fills):.2%}, lowest {low:.2%}")
     axis.axhline(1.0, color=_GREY, linewidth=1)
     axis.set_ylim(bottom, 1.0 + (1.0 - bottom) * 0.05)
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axis.legend(frameon=False, labelcolor=_INK, loc="lower right")
-    _dress(axis, "bin fill: tokens over capacity")
+    _dress(axis, "bin fill: tokens over capacity", legend="lower right")
 
 
-def _dress(axis: Axes, title: str) -> None:
+def _line(axis: Axes, steps: Sequence[int], values: Sequence[float], *, color: str, label: str = "") -> None:
+    """The values, faint, under their running mean."""
+    axis.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+    axis.plot(steps, _smoothed(values), color=color, linewidth=2, label=label or None)
+
+
+def _dress(axis: Axes, title: str, *, legend: str) -> None:
+    """Title, legend and quiet axes."""
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False, labelcolor=_INK, loc=legend, fontsize=9)
     axis.set_title(title, loc="left", fontsize=10, color=_INK)
     axis.grid(axis="y", color=_GREY, alpha=0.25, linewidth=0.8)
     axis.tick_params(colors=_INK, labelsize=9, length=0)
