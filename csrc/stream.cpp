@@ -12,7 +12,7 @@ constexpr int kOrderLookahead = 32;      // sequences skipped at most while fill
 constexpr int kTripleCandidates = 24;    // first members tried for an exact triple
 constexpr int kTripleLookahead = 256;    // sequences passed over at most to find them
 constexpr int32_t kNearestPairSlack = 64;  // tokens below the rest in which a nearest pair is sought
-constexpr int64_t kMaxAgeInPools = 6;    // a sequence waits for at most this many pools of arrivals
+constexpr int64_t kMaxAgeInPools = 6;    // arrivals after which a waiting sequence leads the next bin
 // Bitmap words that the searches may read, a bin and saved up: keeps uniform lengths as fast as the others.
 constexpr int64_t kWordsPerBin = 16;
 constexpr int64_t kMaxSavedWords = 16384;
@@ -218,7 +218,7 @@ int32_t StreamPool::fill(Lead lead, std::vector<int64_t>& ids) {
     // Three places are kept for the closing, so that a limit on sequences does not leave bins open.
     const int64_t room_in_order = std::max<int64_t>(1, max_sequences_ - 3);
     const Slot& oldest = slots_[slots_[pool_size_].newer];
-    const bool overdue = arrivals_ - oldest.arrival > (kMaxAgeInPools + 1) * pool_size_;
+    const bool overdue = arrivals_ - oldest.arrival > kMaxAgeInPools * pool_size_;
     const int32_t oldest_large = slots_[pool_size_].newer_large;
     if (lead == Lead::kLongest) {
         rest = fill_longest_first(rest, room_in_order, ids, &taken);

@@ -1,0 +1,221 @@
+"""Packing: every row once, capacity kept, the answers of plain-Python oracles, few bins, random order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import multipack
+import oracles
+from multipack import lower_bound, pack
+
+METHODS = ["auto", "stream", "best_fit_decreasing", "next_fit"]
+
+
+def bins_of(packing: multipack.Packing) -> list[list[int]]:
+    return [packing[b].tolist() for b in range(len(packing))]
+
+
+def assert_packed(packing: multipack.Packing, lengths: list[int], capacity: int, limit: int | None = None) -> None:
+    bins = bins_of(packing)
+    assert sorted(row for content in bins for row in content) == list(range(len(lengths)))
+    assert all(content for content in bins)
+    assert all(sum(lengths[row] for row in content) <= capacity for content in bins)
+    assert limit is None or max(map(len, bins), default=0) <= limit
+
+
+lengths_and_capacity = st.integers(1, 300).flatmap(
+    lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=120), st.just(capacity))
+)
+limits = st.none() | st.integers(1, 6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(case=lengths_and_capacity, limit=limits, seed=st.integers(0, 2**64 - 1))
+def test_each_row_once_within_capacity_and_limit(method, case, limit, seed):
+    lengths, capacity = case
+    packing = pack(lengths, capacity, method=method, seed=seed, max_sequences_per_bin=limit)
+    assert_packed(packing, lengths, capacity, limit)
+    assert len(packing) >= packing.lower_bound
+
+
+@given(case=lengths_and_capacity, limit=limits)
+def test_next_fit_is_the_textbook_one(case, limit):
+    lengths, capacity = case
+    packing = pack(lengths, capacity, method="next_fit", max_sequences_per_bin=limit)
+    assert bins_of(packing) == oracles.next_fit(lengths, capacity, limit)
+
+
+@given(case=lengths_and_capacity, limit=limits)
+def test_best_fit_decreasing_fills_like_the_textbook_one(case, limit):
+    lengths, capacity = case
+    packing = pack(lengths, capacity, method="best_fit_decreasing", max_sequences_per_bin=limit)
+    ours = sorted(sum(lengths[row] for row in content) for content in bins_of(packing))
+    theirs = sorted(sum(lengths[row] for row in b) for b in oracles.best_fit_decreasing(lengths, capacity, limit))
+    if limit is None:
+        assert ours == theirs
+    else:  # among bins with the same rest the definition leaves open which one, with how many sequences, is taken
+        assert abs(len(ours) - len(theirs)) <= 1 + len(theirs) // 10
+
+
+@given(case=lengths_and_capacity)
+def test_lower_bound_is_that_of_its_definition(case):
+    lengths, capacity = case
+    expected = max(-(-sum(lengths) // capacity), oracles.martello_toth_bound(lengths, capacity))
+    assert lower_bound(lengths, capacity) == expected
+    assert pack(lengths, capacity).lower_bound == expected
+
+
+def test_lower_bound_counts_sequences_when_their_number_is_limited():
+    assert lower_bound([1] * 10, 100, max_sequences_per_bin=3) == 4
+
+
+@pytest.mark.parametrize("method", ["auto", "stream"])
+def test_stream_fills_bins_in_shuffled_order(method):
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(350) - 0.5, 1.0, 200_000), 8, 4096).astype(np.int32)
+    packing = pack(lengths, 4096, method=method)
+    assert packing.efficiency > 0.9999
+    assert len(packing) == packing.lower_bound
+    position = np.arange(lengths.size)
+    assert abs(np.corrcoef(position, lengths[packing.indices])[0, 1]) < 0.01
+
+
+def test_no_sequence_waits_for_more_than_six_pools():
+    # Half of these lengths exceed half a bin, so bins are led by the long ones and short ones could starve.
+    lengths = np.random.default_rng(1).integers(1, 4097, 60_000).astype(np.int32)
+    packing = pack(lengths, 4096, method="stream")
+    produced_at = np.empty(lengths.size, np.int64)
+    produced_at[packing.indices] = np.arange(lengths.size)
+    pool = 1024
+    waited = produced_at - np.arange(lengths.size)
+    assert waited[: -2 * pool].max() <= 6 * pool
+
+
+def test_auto_sorts_where_that_needs_clearly_fewer_bins():
+    lengths = np.random.default_rng(2).integers(1, 4097, 100_000).astype(np.int32)
+    auto, sorted_, stream = (pack(lengths, 4096, method=m) for m in ("auto", "best_fit_decreasing", "stream"))
+    assert len(auto) <= len(sorted_) + 1
+    assert len(stream) > 1.01 * len(sorted_)  # the reason why
+    # Longest-first bins come in a random order.
+    assert abs(np.corrcoef(np.arange(lengths.size), lengths[auto.indices])[0, 1]) < 0.02
+
+
+def test_auto_finds_the_exact_packing_of_triplets():
+    rng = np.random.default_rng(3)
+    a = rng.integers(250, 380, 200)
+    b = rng.integers(250, 370, 200)
+    lengths = np.concatenate([a, b, 1000 - a - b])
+    rng.shuffle(lengths)
+    # The construction has 200 bins; best-fit decreasing takes pairs of long ones first and needs many more.
+    assert len(pack(lengths, 1000, method="best_fit_decreasing")) >= 215
+    assert len(pack(lengths, 1000)) <= 204
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_bins_for_every_kind_of_integers(method):
+    lengths = np.random.default_rng(4).integers(1, 4000, 2000)
+    expected = pack(lengths, 4096, method=method, seed=5)
+    strided = np.stack([lengths, lengths], axis=1)[:, 0]
+    kinds = [lengths.tolist(), lengths.astype(np.int32), lengths.astype(np.uint16), strided, torch.from_numpy(lengths)]
+    for kind in kinds:
+        packing = pack(kind, 4096, method=method, seed=5)
+        assert np.array_equal(packing.indices, expected.indices)
+        assert np.array_equal(packing.offsets, expected.offsets)
+
+
+def test_plans_are_the_same_on_every_platform():
+    # Written down once; a change means that saved positions no longer fit.
+    lengths = [(7 * i * i + 3 * i) % 97 + 1 for i in range(500)]
+    sums = {m: int(np.dot(pack(lengths, 128, method=m, seed=9).indices.astype(np.int64), np.arange(500))) for m in METHODS}
+    assert sums == EXPECTED_SUMS
+
+
+EXPECTED_SUMS = {"auto": 30876752, "stream": 40380572, "best_fit_decreasing": 31369927, "next_fit": 41541750}
+
+
+def test_nothing_to_pack():
+    packing = pack([], 10)
+    assert len(packing) == 0
+    assert packing.efficiency == 0.0
+    assert packing.lower_bound == 0
+
+
+def test_a_bin_is_indexed_like_a_sequence():
+    packing = pack([4, 4, 4], 8, method="next_fit")
+    assert packing[-1].tolist() == [2]
+    with pytest.raises(IndexError, match="bin 2 of 2 bins"):
+        packing[2]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "error", "text"),
+    [
+        ([3, 0, 2], 8, ValueError, "row 1 has length 0, below 1"),
+        ([3, -4], 8, ValueError, "row 1 has length -4, below 1"),
+        ([3, 9, 12], 8, ValueError, r"row 1 has 9 tokens, above the capacity of 8; 2 rows are too long, the longest has 12"),
+        ([3.0], 8, TypeError, "whole numbers, not float64"),
+        ([True], 8, TypeError, "whole numbers, not bool"),
+        ([[1, 2]], 8, ValueError, "one-dimensional"),
+        ([1], 0, ValueError, "capacity is 0 tokens, outside 1"),
+        ([1], -5, ValueError, "capacity is -5 tokens"),
+        ([1], (1 << 24) + 1, ValueError, "outside 1..16777216"),
+        ([1], 8.0, TypeError, "capacity must be a whole number"),
+        ([1], True, TypeError, "capacity must be a whole number"),
+    ],
+)
+def test_bad_input_is_named(lengths, capacity, error, text):
+    with pytest.raises(error, match=text):
+        pack(lengths, capacity)
+
+
+def test_unknown_method_and_limit_are_named():
+    with pytest.raises(ValueError, match="'first_fit' is none of auto, stream"):
+        pack([1], 8, method="first_fit")
+    with pytest.raises(ValueError, match="max_sequences_per_bin is 0, below 1"):
+        pack([1], 8, max_sequences_per_bin=0)
+
+
+def test_a_packer_of_the_users_own_is_used():
+    def pairs(lengths, capacity):
+        count = len(lengths)
+        return np.append(np.arange(0, count, 2), count), np.arange(count)[::-1]
+
+    assert bins_of(pack([1, 2, 3, 4, 5], 9, method=pairs)) == [[4, 3], [2, 1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (([0, 2], [0, 1]), ValueError, "lost row 2"),
+        (([0, 3], [0, 1, 1]), ValueError, "lost row 2"),
+        (([0, 2, 4], [0, 1, 2, 2]), ValueError, "repeated row 2 2 times"),
+        (([0, 3], [0, 1, 2]), ValueError, "overfilled bin 0: 12 tokens, above the capacity of 8"),
+        (([0, 2, 3], [0, 1, 7]), ValueError, "returned row 7, outside 0..2"),
+        (([0, 2, 2, 3], [0, 1, 2]), ValueError, "offsets that do not cut"),
+        (([0, 2], [0, 1, 2]), ValueError, "offsets that do not cut"),
+        (([0.0, 3.0], [0, 1, 2]), TypeError, "one-dimensional integer arrays"),
+    ],
+)
+def test_a_wrong_answer_of_the_users_packer_is_named(answer, error, text):
+    def mine(lengths, capacity):
+        return answer
+
+    with pytest.raises(error, match=f"packer mine .*{text}"):
+        pack([4, 4, 4], 8, method=mine)
+
+
+def test_a_packer_of_the_users_own_must_keep_the_limit():
+    with pytest.raises(ValueError, match="3 sequences into bin 0, above the limit of 2"):
+        pack([1, 1, 1], 8, method=lambda lengths, capacity: ([0, 3], [0, 1, 2]), max_sequences_per_bin=2)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=40))
+def test_more_capacity_never_needs_more_bins_for_equal_lengths(lengths):
+    equal = [lengths[0]] * len(lengths)
+    counts = [len(pack(equal, capacity)) for capacity in range(lengths[0], 4 * lengths[0])]
+    assert counts == sorted(counts, reverse=True)
