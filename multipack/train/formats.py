@@ -8,7 +8,7 @@ falls on a token of the prompt. Nothing here touches files or ranks.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -172,10 +172,10 @@ def _encode_messages(
         raise ValueError(
             "The tokenizer has no chat template, which the messages format needs. Use the tokenizer of a chat model."
         )
-    texts = []
-    for row, conversation in enumerate(conversations, first_row):
-        _check_conversation(conversation, row)
-        texts.append(_rendered(conversation, tokenizer, row))
+    conversations = [_checked(conversation, row) for row, conversation in enumerate(conversations, first_row)]
+    texts = [
+        _rendered(conversation, tokenizer, row) for row, conversation in enumerate(conversations, first_row)
+    ]
     if not texts:
         return []
     if train_on_inputs:
@@ -211,7 +211,7 @@ def _encode_spans(
             "found. Use a fast tokenizer, a chat template with {% generation %} marks, or train_on_inputs: true."
         )
     tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    special = set(tokenizer.all_special_ids)
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     rows = zip(tokens["input_ids"], tokens["offset_mapping"], texts, spans, strict=True)
     return [
         Encoded(ids, _labels_in(row_spans, ids, offsets, text, special))
@@ -238,7 +238,8 @@ def _rendered(
     return text
 
 
-def _check_conversation(conversation: Any, row: int) -> None:
+def _checked(conversation: Any, row: int) -> list[dict[str, Any]]:
+    """The messages without the nulls that a table has for keys which only other messages have."""
     if not isinstance(conversation, list | tuple):
         raise TypeError(
             f"row {row}: the conversation is {conversation!r}, not a list of messages. Correct or remove it."
@@ -252,6 +253,10 @@ def _check_conversation(conversation: Any, row: int) -> None:
             or "content" not in message
         ):
             raise ValueError(f"row {row}: message {turn} is {message!r}; it must have a role and a content.")
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in conversation
+    ]
 
 
 def _assistant_spans(
@@ -268,7 +273,8 @@ def _assistant_spans(
                 "Put a message before it, use a template with {% generation %} marks, or train_on_inputs: true."
             )
         before = _rendered(conversation[:turn], tokenizer, row, prompt_assistant=True)
-        through = _rendered(conversation[: turn + 1], tokenizer, row)
+        last = turn == len(conversation) - 1
+        through = text if last else _rendered(conversation[: turn + 1], tokenizer, row)
         if not (through.startswith(before) and text.startswith(through)):
             raise ValueError(
                 f"row {row}: the chat template writes message {turn} otherwise when other messages follow, so the assistant's part cannot be "
@@ -289,7 +295,7 @@ def _labels_in(
     places = [start if end > start else start - 1 for start, end in offsets]
     labels = [IGNORED] * len(ids)
     for begin, end in spans:
-        first, last = (bisect_right(places, place - 1) for place in (begin, end))
+        first, last = (bisect_left(places, place) for place in (begin, end))
         closing = max((token for token in range(first, last) if ids[token] in special), default=None)
         if closing is not None and not text[offsets[closing][1] : end].strip():
             last = closing + 1

@@ -141,6 +141,21 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     assert row.labels == row.input_ids
 
 
+def test_nulls_of_keys_that_other_messages_have_are_not_seen() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ '[tool]' if 'tool' in message else message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{% endif %}"
+    )
+    talk = [
+        {"role": "user", "content": "q", "tool": None},
+        {"role": "assistant", "content": None, "tool": "t"},
+    ]
+    (row,) = encode({"messages": [talk]}, MESSAGES, tokenizer)
+    assert tokenizer.decode(row.input_ids) == "q[tool]"
+    assert learnt(row, tokenizer) == "[tool]"
+
+
 def test_an_assistant_may_speak_first_only_where_the_template_marks_it() -> None:
     (row,) = encode({"messages": [[TALK[2]]]}, MESSAGES, byte_tokenizer())
     assert learnt(row, byte_tokenizer()) == "a1 🙂<|end|>"
