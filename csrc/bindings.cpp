@@ -96,6 +96,17 @@ void def_packing(nb::module_& module) {
     def_counts(module, "best_fit_decreasing_bins", best_fit_decreasing_bins);
     def_counts(module, "lower_bound", lower_bound);
     module.def(
+        "shuffle_bins",
+        [](uint64_t seed, Vector<int64_t> offsets, Vector<int32_t> indices) {
+            nb::gil_scoped_release release;
+            const std::span<int64_t> ends = span(offsets);
+            if (ends.empty() || ends.front() != 0 || ends.back() != static_cast<int64_t>(indices.shape(0)) ||
+                !std::is_sorted(ends.begin(), ends.end()))
+                throw std::invalid_argument("offsets must rise from 0 to the number of indices");
+            shuffle_bins(0, static_cast<int64_t>(ends.size()) - 1, seed, ends, span(indices));
+        },
+        "seed"_a, "offsets"_a.noconvert(), "indices"_a.noconvert());
+    module.def(
         "permuted_rows",
         [](int64_t num_rows, int64_t block, uint64_t seed, int64_t start, Vector<int64_t> rows) {
             nb::gil_scoped_release release;

@@ -177,6 +177,12 @@ void for_sequences(const Sequences& sequences, int64_t num_slots, Write write, P
     if (free < num_slots) pad(free, num_slots);
 }
 
+Convert converter(const Kernels& kernels, Element element, Output output) {
+    const Convert convert = kernels.convert[index(element)][index(output)];
+    if (convert == nullptr) throw std::invalid_argument("a column of floats cannot become int64");
+    return convert;
+}
+
 void write_row(const Source& source, size_t k, Convert convert, Output output, std::byte* out, int64_t row) {
     source.for_blocks(k, [&](const std::byte* in, int64_t first, int64_t count) {
         if (!convert(in, count, slot(out, output, first)))
@@ -187,7 +193,7 @@ void write_row(const Source& source, size_t k, Convert convert, Output output, s
 void write_tokens(const TokenTask& task, const Sequences& sequences, int64_t num_slots,
                   const Kernels& kernels) {
     const Source source(*task.column, sequences);
-    const Convert convert = kernels.convert[index(source.element())][index(task.output)];
+    const Convert convert = converter(kernels, source.element(), task.output);
     const auto write = [&](size_t k) {
         source.prefetch(k + kAhead);
         write_row(source, k, convert, task.output, slot(task.out, task.output, sequences.places[k]),
@@ -202,7 +208,7 @@ void write_tokens(const TokenTask& task, const Sequences& sequences, int64_t num
 int64_t write_labels(const LabelTask& task, const Sequences& sequences, int64_t num_slots,
                      const Kernels& kernels) {
     const Source source(*task.column, sequences);
-    const Convert convert = kernels.convert[index(source.element())][index(task.output)];
+    const Convert convert = converter(kernels, source.element(), task.output);
     std::vector<Source> masks;
     for (const Column* mask : task.masks) masks.emplace_back(*mask, sequences);
     const auto ignore = [&](int64_t first, int64_t last) {

@@ -94,7 +94,8 @@ using Count = int64_t (*)(const void* labels, int64_t count, int64_t ignore);
 constexpr int kNumElements = 12;
 constexpr int kNumOutputs = 3;
 
-/// Tables in the order of Element and Output. Labels are never boolean.
+/// Tables in the order of Element and Output; nullptr where there is no way: floats do not become integers,
+/// labels are never boolean.
 struct Kernels {
     std::string_view name;
     std::array<std::array<Convert, kNumOutputs>, kNumElements> convert;
@@ -134,9 +135,10 @@ Kernels kernels_of(std::string_view name) {
     Kernels kernels{
         name, {}, {}, {nullptr, &Set::template count<int64_t>, &Set::template count<float>}, &Set::positions};
     const auto add = [&kernels]<class In>(Element element, std::type_identity<In>) {
-        kernels.convert[static_cast<int>(element)] = {&Set::template convert<In, bool>,
-                                                      &Set::template convert<In, int64_t>,
-                                                      &Set::template convert<In, float>};
+        auto& [to_boolean, to_int64, to_float32] = kernels.convert[static_cast<int>(element)];
+        to_boolean = &Set::template convert<In, bool>;
+        if constexpr (std::is_integral_v<In>) to_int64 = &Set::template convert<In, int64_t>;
+        to_float32 = &Set::template convert<In, float>;
         kernels.mask[static_cast<int>(element)] = {nullptr, &Set::template mask<In, int64_t>,
                                                    &Set::template mask<In, float>};
     };

@@ -106,10 +106,7 @@ def _number_column(
 ) -> NumberColumn:
     # A list of the null type has no values to read: rows that would need them were refused as nulls.
     element = _ELEMENTS.get(data_type, "int64")
-    if element == "bit":
-        dtype = torch.bool
-    else:
-        dtype = torch.float32 if element.startswith("float") else torch.int64
+    dtype = {"bit": torch.bool, "float": torch.float32}.get(element.rstrip("1234568"), torch.int64)
     return NumberColumn(_core.Column(element, offset_bytes, row_length, chunks), dtype)
 
 
@@ -127,7 +124,7 @@ def _offset_dtype(data_type: pa.DataType) -> np.dtype[Any]:
     return np.dtype(np.int64 if pa.types.is_large_list(data_type) else np.int32)
 
 
-def _offset_bytes(chunk: pa.Array) -> npt.NDArray[np.uint8] | None:
+def _offset_bytes(chunk: pa.Array) -> npt.NDArray[Any] | None:
     buffer = chunk.buffers()[1]
     if buffer is None or len(chunk) == 0:
         return None
@@ -137,14 +134,19 @@ def _offset_bytes(chunk: pa.Array) -> npt.NDArray[np.uint8] | None:
 def _offsets(chunk: pa.Array) -> npt.NDArray[Any]:
     """Where each row of a list array begins and ends among `chunk.values`."""
     if pa.types.is_fixed_size_list(chunk.type):
-        return np.arange(chunk.offset, chunk.offset + len(chunk) + 1) * chunk.type.list_size
+        rows: npt.NDArray[Any] = np.arange(chunk.offset, chunk.offset + len(chunk) + 1)
+        return rows * int(chunk.type.list_size)
     data = _offset_bytes(chunk)
     dtype = _offset_dtype(chunk.type)
-    return np.zeros(1, dtype) if data is None else data[: (len(chunk) + 1) * dtype.itemsize].view(dtype)
+    if data is None:
+        return np.zeros(1, dtype)
+    offsets: npt.NDArray[Any] = data[: (len(chunk) + 1) * dtype.itemsize].view(dtype)
+    return offsets
 
 
 def _lengths(chunk: pa.Array) -> npt.NDArray[Any]:
-    return np.diff(_offsets(chunk))
+    lengths: npt.NDArray[Any] = np.diff(_offsets(chunk))
+    return lengths
 
 
 def null_rows(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:

@@ -7,10 +7,8 @@ with the data (nulls, unequal columns, over-long rows) is found here, before the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, SupportsIndex, overload
+from typing import Any, NamedTuple, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -29,28 +27,10 @@ from multipack.columns import (
     read_numbers,
     read_tokens,
 )
-from multipack.sources import Source, open_source, rows_to_table
+from multipack.overlong import DatasetReport, Overlong, apply_overlong, log_report
+from multipack.sources import Source, from_pickle, open_source, rows_to_table, to_pickle
 
-Overlong = Literal["error", "truncate", "split", "drop"]
-
-_logger = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetReport:
-    """What became of the rows of a source. Sequences and tokens are counted apart."""
-
-    num_sequences: int
-    """Usable sequences: what `len()` of the data set says. A split row counts once for each fragment."""
-    num_tokens: int
-    """Tokens of the usable sequences."""
-    empty_sequences: int = 0
-    """Rows without a token, left out because a bin cannot hold them."""
-    overlong_sequences: int = 0
-    """Rows above `max_length`, which were truncated, split or dropped."""
-    lost_tokens: int = 0
-    """Tokens that were cut off or dropped. Above 1 % of `num_tokens`: raise `max_length` or split."""
 
 
 class Located(NamedTuple):
@@ -105,16 +85,14 @@ class TokenDataset(Dataset[dict[str, Any]]):
         overlong: Overlong = "error",
         columns: Sequence[str] | None = None,
     ) -> None:
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length is {max_length}; a sequence has at least 1 token")
-        if overlong not in ("error", "truncate", "split", "drop"):
-            raise ValueError(f"overlong is {overlong!r}; it must be 'error', 'truncate', 'split' or 'drop'")
-        self._source, self._column, self._wanted = source, column, columns
-        opened = self._open()
+        self._column = column
+        self._wanted = columns
+        opened = self._open(source)
         lengths = _read_lengths(self._readers, opened)
-        self._rows, self._starts, self.lengths, self.report = _apply_overlong(lengths, max_length, overlong)
+        usable = apply_overlong(lengths, max_length, overlong)
+        self._rows, self._starts, self.lengths, self.report = usable
         self._table_rows = _table_rows(self._rows, opened.index_map)
-        _log(self.report, overlong, max_length)
+        log_report(self.report, overlong, max_length)
 
     @classmethod
     def from_iterable(
@@ -130,8 +108,9 @@ class TokenDataset(Dataset[dict[str, Any]]):
         table = rows_to_table(rows, column)
         return cls(table, column=column, max_length=max_length, overlong=overlong, columns=columns)
 
-    def _open(self) -> Source:
-        opened = open_source(self._source, self._column, self._wanted)
+    def _open(self, source: Any) -> Source:
+        opened = open_source(source, self._column, self._wanted)
+        self._origin = opened.origin
         self._readers = _read_columns(opened, self._column)
         self.columns = (*self._readers.tokens, *self._readers.scalars, *self._readers.objects)
         return opened
@@ -171,7 +150,7 @@ class TokenDataset(Dataset[dict[str, Any]]):
 
         `ids` may carry `bin_offsets` and `repeated`, as the batches of our samplers do.
         """
-        numbers = np.asarray(ids, dtype=np.int64)
+        numbers: npt.NDArray[np.int64] = np.array(ids, dtype=np.int64)
         if numbers.size and (numbers.min() < 0 or numbers.max() >= len(self)):
             wrong = int(numbers[(numbers < 0) | (numbers >= len(self))][0])
             raise IndexError(f"sequence {wrong} is outside 0..{len(self) - 1}")
@@ -188,13 +167,14 @@ class TokenDataset(Dataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # The readers point into memory of this process; the receiver opens the source again.
-        return {
+        state = {
             name: value for name, value in self.__dict__.items() if name not in ("_readers", "_table_rows")
         }
+        return state | {"_origin": to_pickle(self._origin)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._table_rows = _table_rows(self._rows, self._open().index_map)
+        self._table_rows = _table_rows(self._rows, self._open(from_pickle(self._origin)).index_map)
 
 
 class Selection(Sequence[dict[str, Any]]):
@@ -325,81 +305,9 @@ def _widen(lengths: npt.NDArray[Any], longest: int) -> npt.NDArray[Any]:
     return lengths.astype(np.int64, copy=False)
 
 
-def _apply_overlong(
-    lengths: npt.NDArray[Any], max_length: int | None, overlong: Overlong
-) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64] | None, npt.NDArray[Any], DatasetReport]:
-    """Source row, first token and length of each usable sequence (None: all rows, 0), and what was lost."""
-    num_empty = len(lengths) - int(np.count_nonzero(lengths))
-    long = np.zeros(0, np.int64) if max_length is None else np.flatnonzero(lengths > max_length)
-    all_tokens = int(lengths.sum(dtype=np.int64))
-    rows: npt.NDArray[np.int64] | None = None
-    starts: npt.NDArray[np.int64] | None = None
-    if len(long) and max_length is not None:
-        if overlong == "error":
-            raise ValueError(
-                f"{len(long)} of {len(lengths)} rows are above max_length={max_length} (row {long[0]} is the first, the "
-                f"longest has {int(lengths.max())} tokens) and would fit no bin. Raise max_length and the capacity, or choose "
-                "overlong='truncate', 'split' or 'drop'."
-            )
-        if overlong == "truncate":
-            lengths = np.minimum(lengths, max_length)
-        elif overlong == "split":
-            rows, starts, lengths = _split(lengths, max_length)
-        else:
-            lengths = lengths.copy()
-            lengths[long] = 0
-    if rows is None and not lengths.all():
-        rows = np.flatnonzero(lengths)
-        lengths = lengths[rows]
-    lengths = _narrow(lengths)
-    num_tokens = int(lengths.sum(dtype=np.int64))
-    report = DatasetReport(
-        num_sequences=len(lengths),
-        num_tokens=num_tokens,
-        empty_sequences=num_empty,
-        overlong_sequences=len(long),
-        lost_tokens=all_tokens - num_tokens,
-    )
-    return rows, starts, lengths, report
-
-
-def _split(
-    lengths: npt.NDArray[Any], max_length: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Fragments of at most max_length tokens: row, first token, length. Empty rows have none."""
-    whole = lengths.astype(np.int64)
-    counts = -(-whole // max_length)
-    rows = np.repeat(np.arange(len(lengths)), counts)
-    fragment = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = fragment * max_length
-    return rows, starts, np.minimum(whole[rows] - starts, max_length)
-
-
-def _narrow(lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    longest = int(lengths.max()) if len(lengths) else 0
-    for dtype in (np.uint16, np.uint32):
-        if longest <= np.iinfo(dtype).max:
-            return lengths.astype(dtype, copy=False)
-    return lengths
-
-
 def _table_rows(
     rows: npt.NDArray[np.int64] | None, index_map: npt.NDArray[np.int64] | None
 ) -> npt.NDArray[np.int64] | None:
     if index_map is None or rows is None:
         return rows if index_map is None else index_map
     return index_map[rows]
-
-
-def _log(report: DatasetReport, overlong: Overlong, max_length: int | None) -> None:
-    if report.overlong_sequences:
-        done = {"truncate": "truncated", "split": "split", "drop": "dropped"}[overlong]
-        _logger.warning(
-            "%d rows above max_length=%d were %s; %d tokens are lost.",
-            report.overlong_sequences,
-            max_length,
-            done,
-            report.lost_tokens,
-        )
-    if report.empty_sequences:
-        _logger.info("%d empty rows are left out.", report.empty_sequences)

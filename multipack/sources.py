@@ -5,6 +5,7 @@ Arrow data are taken as they are; arrays become Arrow without a copy; Python lis
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ class Source:
     """An Arrow table and, for a selected or shuffled `datasets.Dataset`, the table row of each row."""
 
     table: pa.Table
-    index_map: npt.NDArray[np.int64] | None = None
+    index_map: npt.NDArray[np.int64] | None
+    origin: Any
+    """What opens to the same table again: a `datasets.Dataset`, a pair of arrays, or the table."""
 
     @property
     def num_rows(self) -> int:
@@ -41,25 +44,66 @@ def open_source(source: Any, column: str, columns: Sequence[str] | None) -> Sour
     """
     if _is_dataset(source):
         return _open_dataset(source, column, columns)
-    return Source(_select(to_table(source, column), column, columns))
+    if isinstance(source, tuple) and len(source) == 2:
+        return Source(pa.table({column: _array_of_pair(*source)}), None, source)
+    table = _select(_to_table(source, column), column, columns)
+    return Source(table, None, table)
 
 
-def to_table(source: Any, column: str) -> pa.Table:
-    """An Arrow table of anything but a `datasets.Dataset`."""
+def _to_table(source: Any, column: str) -> pa.Table:
     if isinstance(source, pa.Table):
         return source
     if isinstance(source, pa.RecordBatch):
         return pa.Table.from_batches([source])
     if isinstance(source, Mapping):
         return _table_of_columns(source)
-    if isinstance(source, tuple) and len(source) == 2:
-        return pa.table({column: _array_of_pair(*source)})
     if isinstance(source, list):
         return table_of_rows(source, column, first_row=0)
     raise TypeError(
-        f"{type(source).__name__} cannot be read in place. Take a split of a DatasetDict; for any other data set or "
+        f"{type(source).__name__} cannot be read in place. Of a DatasetDict take one split; for any other data set or "
         "iterable of rows use TokenDataset.from_iterable(rows), which copies it into memory once."
     )
+
+
+def to_pickle(origin: Any) -> Any:
+    """The origin of a source such that memory-mapped data go as a path, and of a sliced table only its rows."""
+    if isinstance(origin, pa.Table):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, origin.schema) as writer:
+            writer.write_table(origin)
+        return sink.getvalue()
+    if isinstance(origin, tuple):
+        return tuple(_MappedArray.of(array) or array for array in origin)
+    return origin
+
+
+def from_pickle(pickled: Any) -> Any:
+    if isinstance(pickled, pa.Buffer):
+        return pa.ipc.open_stream(pickled).read_all()
+    if isinstance(pickled, tuple):
+        return tuple(array.open() if isinstance(array, _MappedArray) else array for array in pickled)
+    return pickled
+
+
+@dataclass(frozen=True)
+class _MappedArray:
+    """A flat `numpy.memmap` by its place in a file."""
+
+    path: str
+    dtype: np.dtype[Any]
+    offset: int
+    size: int
+
+    @classmethod
+    def of(cls, array: Any) -> _MappedArray | None:
+        # A view of a mapping does not know where in the file it begins; its base is the mapping's array.
+        base: Any = getattr(array, "base", None)
+        if not isinstance(array, np.memmap) or not isinstance(base, mmap.mmap) or array.filename is None:
+            return None
+        return cls(str(array.filename), array.dtype, array.offset, array.size)
+
+    def open(self) -> npt.NDArray[Any]:
+        return np.memmap(self.path, self.dtype, "r", self.offset, (self.size,))
 
 
 def _is_dataset(source: Any) -> bool:
@@ -77,7 +121,8 @@ def _open_dataset(dataset: Any, column: str, columns: Sequence[str] | None) -> S
     if columns is None:
         columns = shown["columns"]
     table = _select(dataset.data.table, column, columns)
-    return Source(table, None if dataset._indices is None else _index_map(dataset._indices.column(0)))
+    index_map = None if dataset._indices is None else _index_map(dataset._indices.column(0))
+    return Source(table, index_map, dataset)
 
 
 def _index_map(indices: pa.ChunkedArray) -> npt.NDArray[np.int64]:
@@ -142,7 +187,7 @@ def _array(name: str, values: Any) -> pa.Array | pa.ChunkedArray:
         return values
     if isinstance(values, np.ndarray | torch.Tensor):
         array = _numpy(values)
-        if array.ndim == 2 and array.dtype != object:
+        if array.ndim == 2 and array.dtype != object and array.size:
             return pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])
         if array.ndim == 1 and array.dtype != object:
             return pa.array(array)
@@ -159,8 +204,9 @@ def _array(name: str, values: Any) -> pa.Array | pa.ChunkedArray:
 def _numpy(value: Any) -> npt.NDArray[Any]:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
-        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-    return np.asarray(value)
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    array: npt.NDArray[Any] = np.asarray(value)
+    return array
 
 
 def _array_of_arrays(rows: list[npt.NDArray[Any]]) -> pa.Array:
