@@ -237,7 +237,7 @@ int64_t pack_auto(std::span<const int32_t> lengths, int32_t capacity, int64_t ma
     for (int64_t attempt = 1; attempt <= num_tries && bins > bound; ++attempt) {
         other_offsets.resize(count + 1);
         other_indices.resize(count);
-        const int32_t pool = attempt % 2 == 1 ? static_cast<int32_t>(count) : pool_size;
+        const int32_t pool = static_cast<int32_t>(attempt % 2 == 1 ? count : std::max<int64_t>(pool_size, count / 4));
         const int64_t found = stream(lengths, capacity, max_sequences, seed + attempt, pool, 0.0, other_offsets, other_indices);
         if (!clearly_fewer(found, bins)) continue;
         bins = found;

@@ -275,7 +275,7 @@ int32_t stream_pool_size(int64_t num_sequences, int64_t num_tokens, int32_t capa
     if (num_sequences == 0) return 1;
     const double per_bin = static_cast<double>(capacity) * num_sequences / static_cast<double>(num_tokens);
     const int64_t wanted = std::max<int64_t>(1024, static_cast<int64_t>(8 * per_bin));
-    return static_cast<int32_t>(std::clamp<int64_t>(num_sequences / 4, 1, std::min<int64_t>(wanted, 1 << 24)));
+    return static_cast<int32_t>(std::clamp<int64_t>(num_sequences / 8, 1, std::min<int64_t>(wanted, 1 << 24)));
 }
 
 void shuffle_bins(int64_t first, int64_t num_bins, uint64_t seed, std::span<int64_t> offsets,

@@ -76,7 +76,7 @@ class StreamPool {
     Random random_;
 };
 
-/// Pool size that keeps bins full: eight bins' worth of sequences and at least 1024, but a quarter of them at most, so
+/// Pool size that keeps bins full: eight bins' worth of sequences and at least 1024, but an eighth of them at most, so
 /// that most bins keep the order of arrival.
 int32_t stream_pool_size(int64_t num_sequences, int64_t num_tokens, int32_t capacity);
 

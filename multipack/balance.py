@@ -34,7 +34,8 @@ def deal(
         num_replicas: number of ranks.
         mode: "none" deals in turn; "sorted" gives the ranks of a micro-step neighbours by cost, for FSDP and ZeRO-3,
             whose ranks meet every micro-step; "lpt" gives every rank the same number of batches and nearly the same
-            sum (longest processing time first, Graham 1969), for DDP and ZeRO-1/2, whose ranks meet once a step.
+            sum (longest processing time first, Graham 1969, then exchanges), for DDP and ZeRO-1/2, whose ranks meet
+            once a step.
         accumulate: micro-steps of an optimizer step; None when all batches belong to one step.
         window: optimizer steps between which batches may move. Above 1, the batches of so many steps are cut into strata
             by cost, and each step takes one group of every stratum, in a low-discrepancy order.
@@ -53,9 +54,7 @@ def deal(
         raise ValueError(
             f"num_replicas={num_replicas}, accumulate={accumulate} and window={window} must be at least 1."
         )
-    step = (
-        max(1, len(work) // num_replicas) * num_replicas if accumulate is None else accumulate * num_replicas
-    )
+    step = max(1, len(work)) if accumulate is None else accumulate * num_replicas
     order = np.arange(len(work), dtype=np.int64)
     if window > 1 and mode != "none" and len(work) == window * step:
         order = _stratify(work, num_replicas, window)
@@ -71,8 +70,8 @@ def _deal_step(
     num_micro_steps = len(batches) // num_replicas
     dearest_first = batches[np.argsort(-work[batches], kind="stable")]
     order = dearest_first[: num_micro_steps * num_replicas].reshape(num_micro_steps, num_replicas)
-    if mode == "lpt":
-        return _longest_first(work, order)
+    if mode == "lpt" and num_micro_steps:
+        return _exchange(work, _longest_first(work, order))
     # Every other micro-step is dealt backwards, so that no rank always has the dearest.
     order[1::2] = order[1::2, ::-1].copy()
     return order
@@ -104,6 +103,22 @@ def _longest_first(work: NDArray[np.float64], order: NDArray[np.int64]) -> NDArr
         ranks = np.argsort(sums, kind="stable")
         dealt[micro_step, ranks] = batches
         sums[ranks] += work[batches]
+    return dealt
+
+
+def _exchange(work: NDArray[np.float64], dealt: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Swap batches between the slowest and the fastest rank while that brings the two together."""
+    sums = work[dealt].sum(axis=0)
+    for _ in range(4 * len(sums)):
+        slow, fast = int(sums.argmax()), int(sums.argmin())
+        gap = sums[slow] - sums[fast]
+        moved = work[dealt[:, slow]][:, None] - work[dealt[:, fast]][None, :]
+        i, j = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
+        if not 0 < moved[i, j] < gap:
+            break
+        dealt[i, slow], dealt[j, fast] = dealt[j, fast], dealt[i, slow]
+        sums[slow] -= moved[i, j]
+        sums[fast] += moved[i, j]
     return dealt
 
 

@@ -274,10 +274,8 @@ class EpochPlan:
         if not self.shuffle:
             first = np.minimum.reduceat(order, offsets[:-1])
             offsets, order = _reorder(offsets, order, np.argsort(first, kind="stable"))
-        elif callable(self.method) or self.method == "best_fit_decreasing":
-            shuffled = np.empty(len(packing), np.int64)
-            _core.permuted_rows(len(packing), 1, self._window_seed(-w - 1), 0, shuffled)
-            offsets, order = _reorder(offsets, order, shuffled)
+        else:  # whatever the method, the place of a bin says nothing about its content
+            _core.shuffle_bins(self._window_seed(-w - 1), offsets, order)
         return offsets, rows[order], lengths[order]
 
     def _count(self, w: int) -> int:
