@@ -20,10 +20,11 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from multipack.balance import BalanceMode
 from multipack.collate import PackedCollator
-from multipack.dataset import Overlong, TokenDataset
+from multipack.dataset import TokenDataset
 from multipack.device import DeviceCopier, DeviceLike, device_copier
 from multipack.distributed import rank_and_world_size
 from multipack.loader_iterator import LoaderIterator, Maker
+from multipack.overlong import Overlong
 from multipack.packing import PackMethod
 from multipack.position import Position, StreamPosition, position_of
 from multipack.prefetch import Prefetcher
@@ -247,7 +248,12 @@ class DataLoader(TorchDataLoader[T_co]):
     def _make_feed(self) -> ProcessFeed | None:
         if not self._runs_processes:
             return None
-        return ProcessFeed(super()._index_sampler, self._position, has_ids=self._stream_rows is None)
+        return ProcessFeed(
+            super()._index_sampler,
+            self._position,
+            has_ids=self._stream_rows is None,
+            persistent=self.persistent_workers,
+        )
 
     def _read_stream(self) -> TorchDataLoader[Any]:
         """torch's own reading of an iterable data set: the rows of each batch, not yet collated."""

@@ -28,10 +28,11 @@ class FromProcess:
 class ProcessFeed:
     """The sampler that torch's iterator sees, and the batches it makes."""
 
-    def __init__(self, index_sampler: Any, position: Position, *, has_ids: bool) -> None:
+    def __init__(self, index_sampler: Any, position: Position, *, has_ids: bool, persistent: bool) -> None:
         self._index_sampler = index_sampler
         self._position = position
         self._has_ids = has_ids
+        self._persistent = persistent
         self._taken: deque[tuple[int, Any]] = deque()
         # Persistent workers serve pass after pass through one iterator, which is not safe for threads: the thread of an older
         # pass may still be inside it. Whoever holds `_turn` may use it, and only the newest pass does.
@@ -69,14 +70,20 @@ class ProcessFeed:
             self._turn.release()
 
     def _read(self, batches: Iterator[Any], number: int) -> Generator[tuple[FromProcess, Any]]:
-        while True:
-            with self._turn:
-                if self._pass != number:
-                    return
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-                num_bins, mark = self._taken.popleft() if self._has_ids else (0, None)
-            yield FromProcess(batch, num_bins), mark
-            del batch
+        try:
+            while True:
+                with self._turn:
+                    if self._pass != number:
+                        return
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        return
+                    num_bins, mark = self._taken.popleft() if self._has_ids else (0, None)
+                yield FromProcess(batch, num_bins), mark
+                del batch
+        finally:
+            # torch ends its workers when its iterator dies, but the traceback of a worker's error keeps that alive, and a garbage
+            # collection then waits 5 s for workers whose queues it has closed before.
+            if not self._persistent:
+                batches._shutdown_workers()  # type: ignore[attr-defined]
