@@ -1,0 +1,175 @@
+"""Proximal policy optimization from configuration to summary: `python -m multipack.train ppo`.
+
+What cannot train fails before the model is loaded; from then on every rank takes the same steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import PretrainedConfig
+
+from multipack.distributed import rank_and_world_size
+from multipack.train.checkpoint import newest_checkpoint
+from multipack.train.engine import EngineOptions
+from multipack.train.export import export_model
+from multipack.train.ppo_config import PPOConfig, load_ppo_config
+from multipack.train.ppo_model import build_actor_critic, ppo_model_config
+from multipack.train.ppo_report import PPOReport
+from multipack.train.ppo_sizes import PPOSizes, buffer_sizes
+from multipack.train.ppo_task import load_task
+from multipack.train.ppo_trainer import Metrics, PPOTrainer
+from multipack.train.prepare import prepare_data
+from multipack.train.process import process_group, sum_over_ranks
+from multipack.train.prompts import deal_prompts
+from multipack.train.ptx import PtxMix
+from multipack.train.sft import engine_options
+from multipack.train.stop import StopOnSigterm
+from multipack.train.tasks import Task
+
+T = TypeVar("T")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the configuration, train, and leave metrics, checkpoints and the policy in `output_dir`.
+
+    Raises:
+        SystemExit: with the reason, when the configuration, the prompts or the checkpoint allow no training.
+    """
+    logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()  # there is one bar, the run's
+    try:
+        train_ppo(load_ppo_config(argv))
+    except ValueError as error:
+        raise SystemExit(f"ppo: {error}") from error
+
+
+def train_ppo(config: PPOConfig) -> list[Metrics]:
+    """Run PPO on the ranks that torchrun started, or on one.
+
+    Returns:
+        The metrics of each iteration of this process.
+
+    Raises:
+        ValueError: before the model is loaded, where sizes, prompts or files do not fit together.
+        RuntimeError: generation, the reward or a check failed on some rank, on every rank.
+    """
+    _, num_replicas = rank_and_world_size()
+    sizes = ppo_sizes(config, num_replicas)
+    task, vocabulary = load_task(config, sizes)
+    model_of = ppo_model_config(config, vocabulary)
+    options = engine_options(config.supervised())
+    resume_from = _checkpoint_to_resume(config)
+    with process_group() as device:
+        # In a function of its own, so that the engine is gone before the process group it talks over is.
+        return _train(config, sizes, task, model_of, options, resume_from, device)
+
+
+def _train(
+    config: PPOConfig,
+    sizes: PPOSizes,
+    task: Task,
+    model_of: PretrainedConfig,
+    options: EngineOptions,
+    resume_from: Path | None,
+    device: torch.device,
+) -> list[Metrics]:
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    model = build_actor_critic(config, model_of, bf16=options.bf16)
+    trainer = PPOTrainer(model, task, config, sizes, options, device, _ptx(config, device))
+    if resume_from is not None:
+        trainer.load(resume_from)
+    prompts = deal_prompts(
+        sizes,
+        len(task.prompts),
+        num_episodes=config.num_episodes,
+        seed=config.seed,
+        rank=dist.get_rank(),
+        first_collect_step=trainer.collect_step,
+    )
+    total = len(buffer_sizes(sizes, len(task.prompts), config.num_episodes))
+    history = _iterations(trainer, _groups(prompts, config.num_collect_steps), total, config)
+    if task.tokenizer is not None and trainer.iteration == total:
+        export_model(trainer.engine, task.tokenizer, Path(config.output_dir) / "model")
+    return history
+
+
+def ppo_sizes(config: PPOConfig, num_replicas: int) -> PPOSizes:
+    """The sizes of a run on so many ranks, checked."""
+    return PPOSizes(
+        num_replicas=num_replicas,
+        rollout_batch_size=config.rollout_batch_size,
+        num_collect_steps=config.num_collect_steps,
+        train_batch_size=config.train_batch_size,
+        update_mode=config.update_mode,
+        num_update_steps=config.num_update_steps,
+    )
+
+
+def _iterations(
+    trainer: PPOTrainer, prompts: Iterator[list[list[int]]], total: int, config: PPOConfig
+) -> list[Metrics]:
+    """Run what is left; on SIGTERM save a checkpoint and return early."""
+    history: list[Metrics] = []
+    every = config.save_iterations or total
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopOnSigterm())
+        report = None
+        if dist.get_rank() == 0:
+            report = stack.enter_context(PPOReport(config.output_dir, total=total, done=trainer.iteration))
+        for prompt_rows in prompts:
+            history.append(trainer.run_iteration(prompt_rows))
+            if report is not None:
+                report.iteration(history[-1])
+            (stops,) = sum_over_ranks(int(stop.requested))
+            if stops or trainer.iteration % every == 0 or trainer.iteration == total:
+                saved = trainer.save()
+            if stops and trainer.iteration < total:
+                if report is not None:
+                    report.message(
+                        f"stopped by SIGTERM after iteration {trainer.iteration}; saved {saved}: go on with "
+                        "--resume_from_checkpoint last"
+                    )
+                break
+    return history
+
+
+def _groups(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    """Consecutive groups of `size`, the last one smaller where it does not divide."""
+    while group := list(itertools.islice(items, size)):
+        yield group
+
+
+def _checkpoint_to_resume(config: PPOConfig) -> Path | None:
+    if config.resume_from_checkpoint != "last":
+        return None if config.resume_from_checkpoint is None else Path(config.resume_from_checkpoint)
+    newest = newest_checkpoint(Path(config.output_dir))
+    if newest is None:
+        raise ValueError(
+            f"resume_from_checkpoint is last, but {config.output_dir} holds no checkpoint: remove the key to start anew."
+        )
+    return newest
+
+
+def _ptx(config: PPOConfig, device: torch.device) -> PtxMix | None:
+    if config.ptx_data is None:
+        return None
+    rows = prepare_data(config.supervised(data=config.ptx_data, sequence_len=config.micro_batch_tokens))
+    return PtxMix(
+        rows.train,
+        capacity=config.micro_batch_tokens,
+        bins_per_step=config.ptx_bins_per_step or dist.get_world_size(),
+        coef=config.ptx_coef,
+        seed=config.seed,
+        num_workers=config.num_workers,
+        device=device,
+    )
