@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from multipack.train import builtin_data
 from multipack.train.builtin_data import builtin_digest, builtin_rows, byte_tokenizer
 
 
@@ -61,7 +62,8 @@ def test_longer_rows_come_with_more_room() -> None:
     assert sum(length > 2048 for length in long) > 100
 
 
-def test_no_room_is_refused() -> None:
+def test_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin_data, "_sources", lambda: [Path(bisect.__file__)])
     with pytest.raises(ValueError, match=r"no row of at most 70 bytes. Raise sequence_len"):
         builtin_rows(70)
 

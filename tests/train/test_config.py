@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +287,12 @@ def test_a_list_on_the_command_line_replaces_the_one_of_the_file(tmp_path: Path)
     ]
     named = load_config(["--config", path, "--special_tokens.bos_token", "<b>"])
     assert named.special_tokens == {"bos_token": "<b>", "eos_token": "</s>"}
+
+
+def test_the_documentation_names_every_key() -> None:
+    text = (CONFIGS.parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    table = text[text.index("| group | keys |") : text.index("**Sizes.**")]
+    named = set(
+        re.findall(r"[a-z_0-9]+", " ".join(row.split("|")[2] for row in table.splitlines()[2:] if "|" in row))
+    )
+    assert named == {field.name for field in fields(TrainConfig)}
