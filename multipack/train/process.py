@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import HashStore
 def process_group() -> Iterator[torch.device]:
     """Join the ranks that torchrun started, or make a group of one; gives this rank's device and leaves the group at the end.
 
-    Small integers are summed over gloo on the CPU, so that counting tokens never waits for the GPU. An error on this rank
-    ends the process without a farewell, which is how the others notice.
+    Small integers are summed over gloo on the CPU, so that counting tokens never waits for the GPU. An error on one of several
+    ranks ends its process without a farewell, which is how the others notice.
     """
     device = torch.device("cpu")
     backend = "gloo"
@@ -26,11 +26,15 @@ def process_group() -> Iterator[torch.device]:
         backend = "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    yield device
-    dist.barrier()
-    dist.destroy_process_group()
+        yield device
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
 
 
 def sum_over_ranks(*counts: int) -> list[int]:
