@@ -6,29 +6,41 @@ TokenDataset -> EpochPlan -> MultipackBatchSampler -> DistributedBatchSampler ->
 try:
     from multipack import _core as _core
 except ImportError as error:
-    error.add_note(
-        "The compiled part of multipack is missing. In a checkout, run `pip install -e .`; an installed package is only "
-        "found from outside the checkout."
-    ) if hasattr(error, "add_note") else None
-    raise
+    raise ImportError(
+        f"The compiled part of multipack is missing ({error}). In a checkout, run `pip install -e .`; a package that was "
+        "installed otherwise is found only from outside the checkout."
+    ) from error
 
 from multipack.balance import batch_cost, deal
+from multipack.collate import PackedCollator, PaddedCollator
+from multipack.dataset import Selection, TokenDataset
+from multipack.loader import DataLoader, packed_dataloader
 from multipack.packing import Packing, lower_bound, pack
 from multipack.plan import EpochPlan, Forecast, forecast
+from multipack.prefetch import Prefetcher
 from multipack.sampler import BatchIndices, DistributedBatchSampler, MultipackBatchSampler
+from multipack.stats import LoaderStats
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BatchIndices",
+    "DataLoader",
     "DistributedBatchSampler",
     "EpochPlan",
     "Forecast",
+    "LoaderStats",
     "MultipackBatchSampler",
+    "PackedCollator",
     "Packing",
+    "PaddedCollator",
+    "Prefetcher",
+    "Selection",
+    "TokenDataset",
     "batch_cost",
     "deal",
     "forecast",
     "lower_bound",
     "pack",
+    "packed_dataloader",
 ]

@@ -1,0 +1,70 @@
+"""One rank of test_ranks.py: writes what it saw as JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from multipack import DistributedBatchSampler, MultipackBatchSampler, TokenDataset, packed_dataloader
+from multipack.distributed import check_agreement
+
+NUM_ROWS = 203
+
+
+def main(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 1000, size).tolist() for size in rng.integers(1, 60, NUM_ROWS)]
+    lengths = [len(row) for row in rows]
+    answer = {"num_rows": NUM_ROWS}
+
+    # Before the process group: torchrun's environment. A group that says otherwise is refused.
+    early = DistributedBatchSampler(MultipackBatchSampler(lengths, 64))
+    answer["ranks"] = [early.rank, early.num_replicas]
+    rank, world_size = early.rank, early.num_replicas
+    environment = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = "0", "7"
+    wrong = DistributedBatchSampler(MultipackBatchSampler(lengths, 64))
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = environment
+    dist.init_process_group("gloo")
+    try:
+        next(iter(wrong))
+    except ValueError as error:
+        answer["late_group"] = str(error)
+
+    loader = packed_dataloader(TokenDataset({"input_ids": rows}), 64, accumulate=2)
+    sampler = loader.batch_sampler
+    if rank == 0:  # a collective here would hang
+        answer["len_asked_by_rank_0_alone"] = len(loader)
+        repr(loader), sampler.state_dict()
+    answer["epochs"] = []
+    for _ in range(2):
+        sampler_batches = list(sampler.begin())
+        collated = [batch["input_ids"].shape[1] for batch in loader]
+        assert collated == [sum(lengths[row] for row in batch) for batch in sampler_batches]
+        answer["epochs"].append([[] if batch.repeated else batch for batch in sampler_batches])
+    answer["len"] = len(loader)
+
+    for batch in itertools.islice(loader, len(loader) - (3 if rank == 1 else 1)):
+        del batch
+    answer["epoch_after_break"] = sampler.epoch
+    list(loader)
+    answer["state"] = loader.state_dict()
+
+    check_agreement(sampler.fingerprint)
+    try:
+        check_agreement(sampler.fingerprint if rank == 0 else "{}")
+    except ValueError as error:
+        answer["disagreement"] = str(error)
+    (folder / f"{rank}.json").write_text(json.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
