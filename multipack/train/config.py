@@ -193,6 +193,8 @@ class TrainConfig:
     """Steps between two checkpoints, or a share of the run below 1. None: at the end."""
     save_total_limit: int = 2
     """Newest checkpoints that are kept."""
+    log_rows: bool = False
+    """Write the row ids of every step to `rows/rank-R.jsonl` in `output_dir`, to check that each came once."""
     resume_from_checkpoint: str | None = None
     """Checkpoint folder to go on from, or "last" for the newest in `output_dir`."""
 
