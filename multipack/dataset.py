@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 from torch.utils.data import Dataset
 
@@ -231,6 +232,8 @@ def _read_columns(source: Source, column: str) -> Columns:
     columns = Columns()
     for name in source.table.column_names:
         values = plain(source.table.column(name))
+        if name == column and pa.types.is_null(values.type):
+            values = pa.chunked_array([pa.nulls(len(values), pa.list_(pa.null()))])
         key = "input_ids" if name == column else name
         if is_list_view(values.type):
             raise TypeError(

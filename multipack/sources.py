@@ -55,7 +55,7 @@ def _to_table(source: Any, column: str) -> pa.Table:
         return source
     if isinstance(source, pa.RecordBatch):
         return pa.Table.from_batches([source])
-    if isinstance(source, Mapping):
+    if isinstance(source, Mapping) and not any(_is_dataset(split) for split in source.values()):
         return _table_of_columns(source)
     if isinstance(source, list):
         return table_of_rows(source, column, first_row=0)
@@ -246,4 +246,9 @@ def _array_of_pair(values: Any, offsets: Any) -> pa.Array:
     if offsets.dtype != np.int32:
         offsets = offsets.astype(np.int64, copy=False)
     kind = pa.ListArray if offsets.dtype == np.int32 else pa.LargeListArray
-    return kind.from_arrays(pa.array(offsets), pa.array(values))
+    try:
+        return kind.from_arrays(pa.array(offsets), pa.array(values))
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"the offsets are corrupt: {error}. Row i must be values[offsets[i]:offsets[i + 1]]"
+        ) from error

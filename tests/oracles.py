@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 
@@ -94,3 +95,65 @@ def segments(sizes: list[int], first_position: int, slots_per_row: int) -> tuple
         positions += range(first_position, first_position + size)
         numbers += [number] * size
     return positions, numbers
+
+
+def packed_batch(
+    bins: Sequence[Sequence[dict[str, Any]]],
+    *,
+    slots_of_bin: int | None = None,
+    num_slots: int | None = None,
+    align_to: int = 1,
+    pad_token_id: int = 0,
+    ignore_index: int = -100,
+    mask_first_label: bool = True,
+    position_start: int = 0,
+    repeated: bool = False,
+) -> dict[str, Any]:
+    """Flat values of a batch of bins of rows with `input_ids` and perhaps `labels`, `loss_mask` and `extra`.
+
+    Bins are padded to `slots_of_bin` each, or the whole batch to `num_slots`.
+    """
+    batch: dict[str, Any] = {name: [] for name in ("input_ids", "labels", "extra", "position_ids", "seq_idx")}
+    boundaries, real, targets = [0], [0], 0
+
+    def pad(count: int) -> None:
+        batch["input_ids"] += [pad_token_id] * count
+        batch["labels"] += [ignore_index] * count
+        batch["extra"] += [0] * count
+
+    for sequences in bins:
+        first_slot = len(batch["input_ids"])
+        number = 0
+        for row in sequences:
+            ids = row["input_ids"]
+            labels = list(row.get("labels", ids))
+            if "labels" not in row and "loss_mask" in row:
+                labels = [x if keep else ignore_index for x, keep in zip(ids, row["loss_mask"], strict=True)]
+            if mask_first_label:
+                labels[0] = ignore_index
+            if repeated:
+                labels = [ignore_index] * len(ids)
+            targets += sum(label != ignore_index for label in labels)
+            batch["input_ids"] += ids
+            batch["labels"] += labels
+            batch["extra"] += row.get("extra", [0] * len(ids))
+            stored = -(-len(ids) // align_to) * align_to
+            pad(stored - len(ids))
+            batch["position_ids"] += range(position_start, position_start + stored)
+            batch["seq_idx"] += [number] * stored
+            number += 1
+            boundaries.append(boundaries[-1] + stored)
+            real.append(real[-1] + len(ids))
+        last = sequences is bins[-1]
+        end = (
+            first_slot + slots_of_bin if slots_of_bin else num_slots if num_slots and last else boundaries[-1]
+        )
+        padding = end - boundaries[-1]
+        if padding:
+            pad(padding)
+            batch["position_ids"] += range(position_start, position_start + padding)
+            batch["seq_idx"] += [number] * padding
+            boundaries.append(end)
+    counts = {"num_tokens": real[-1], "num_sequences": len(real) - 1, "num_target_tokens": targets}
+    longest = max(b - a for a, b in pairwise(boundaries))
+    return {**batch, **counts, "boundaries": boundaries, "real": real, "max_length": longest}
