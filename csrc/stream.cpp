@@ -274,8 +274,10 @@ void StreamPool::snapshot(std::vector<int64_t>& ids, std::vector<int32_t>& lengt
 int32_t stream_pool_size(int64_t num_sequences, int64_t num_tokens, int32_t capacity) {
     if (num_sequences == 0) return 1;
     const double per_bin = static_cast<double>(capacity) * num_sequences / static_cast<double>(num_tokens);
-    const int64_t wanted = std::max<int64_t>(1024, static_cast<int64_t>(8 * per_bin));
-    return static_cast<int32_t>(std::clamp<int64_t>(num_sequences / 8, 1, std::min<int64_t>(wanted, 1 << 24)));
+    const int64_t wanted = std::min<int64_t>(1 << 24, std::max<int64_t>(1024, static_cast<int64_t>(8 * per_bin)));
+    // A pool with less than a bin's worth would close bins half empty while more sequences wait outside.
+    const int64_t least = std::min({num_sequences, static_cast<int64_t>(2 * per_bin) + 1, wanted});
+    return static_cast<int32_t>(std::clamp(num_sequences / 8, least, wanted));
 }
 
 void shuffle_bins(int64_t first, int64_t num_bins, uint64_t seed, std::span<int64_t> offsets,

@@ -77,7 +77,7 @@ class StreamPool {
 };
 
 /// Pool size that keeps bins full: eight bins' worth of sequences and at least 1024, but an eighth of them at most, so
-/// that most bins keep the order of arrival.
+/// that most bins keep the order of arrival; never below two bins' worth.
 int32_t stream_pool_size(int64_t num_sequences, int64_t num_tokens, int32_t capacity);
 
 /// Pack a whole array through a pool. When the last sequence has arrived, bins are led by the longest that is left,
