@@ -7,7 +7,8 @@ resumed run goes on with the ones it would have drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,15 +127,28 @@ def _generate_batch(
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
     )
-    generated = policy.generate(
-        input_ids=input_ids.to(policy.device),
-        attention_mask=attention_mask.to(policy.device),
-        generation_config=settings,
-        logits_processor=LogitsProcessorList([sampling]),
-        synced_gpus=False,  # parameters are whole here: ranks may stop at different lengths, none waits for another
-    )
+    with _without_habits(policy):
+        generated = policy.generate(
+            input_ids=input_ids.to(policy.device),
+            attention_mask=attention_mask.to(policy.device),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([sampling]),
+            synced_gpus=False,  # parameters are whole here: ranks may stop at different lengths, none waits for another
+        )
     sampled: npt.NDArray[np.int64] = generated[:, input_ids.shape[1] :].cpu().numpy()
     return sampled
+
+
+@contextlib.contextmanager
+def _without_habits(policy: Any) -> Iterator[None]:
+    """Put the model's own generation settings away: a penalty or a banned token would change the distribution that PPO
+    believes the tokens came from."""
+    habits = policy.generation_config
+    policy.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        policy.generation_config = habits
 
 
 def _until_end(token_ids: npt.NDArray[np.int64], eos_token_id: int) -> npt.NDArray[np.int64]:

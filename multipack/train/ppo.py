@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,57 +49,74 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     transformers.utils.logging.disable_progress_bar()  # there is one bar, the run's
     try:
-        train_ppo(load_ppo_config(argv))
+        run = plan_run(load_ppo_config(argv))
     except ValueError as error:
         raise SystemExit(f"ppo: {error}") from error
+    with process_group() as device:
+        train(run, device)
 
 
-def train_ppo(config: PPOConfig) -> list[Metrics]:
-    """Run PPO on the ranks that torchrun started, or on one.
+@dataclass(frozen=True)
+class Run:
+    """A run that can be done: sizes, prompts and judge, and the shape of the model."""
 
-    Returns:
-        The metrics of each iteration of this process.
+    config: PPOConfig
+    sizes: PPOSizes
+    task: Task
+    model_config: PretrainedConfig
+    options: EngineOptions
+    checkpoint: Path | None
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the whole run."""
+        return len(buffer_sizes(self.sizes, len(self.task.prompts), self.config.num_episodes))
+
+
+def plan_run(config: PPOConfig) -> Run:
+    """Find out everything that can be known before a model is loaded or ranks meet.
 
     Raises:
-        ValueError: before the model is loaded, where sizes, prompts or files do not fit together.
-        RuntimeError: generation, the reward or a check failed on some rank, on every rank.
+        ValueError: sizes, prompts, model or files do not fit together; with numbers and remedy.
     """
-    _, num_replicas = rank_and_world_size()
-    sizes = ppo_sizes(config, num_replicas)
+    sizes = ppo_sizes(config, rank_and_world_size()[1])
     task, vocabulary = load_task(config, sizes)
-    model_of = ppo_model_config(config, vocabulary)
-    options = engine_options(config.supervised())
-    resume_from = _checkpoint_to_resume(config)
-    with process_group() as device:
-        # In a function of its own, so that the engine is gone before the process group it talks over is.
-        return _train(config, sizes, task, model_of, options, resume_from, device)
+    return Run(
+        config=config,
+        sizes=sizes,
+        task=task,
+        model_config=ppo_model_config(config, vocabulary),
+        options=engine_options(config.supervised()),
+        checkpoint=_checkpoint_to_resume(config),
+    )
 
 
-def _train(
-    config: PPOConfig,
-    sizes: PPOSizes,
-    task: Task,
-    model_of: PretrainedConfig,
-    options: EngineOptions,
-    resume_from: Path | None,
-    device: torch.device,
-) -> list[Metrics]:
+def train(run: Run, device: torch.device) -> list[Metrics]:
+    """Load the model and run the iterations; on SIGTERM save a checkpoint and return early. All ranks together.
+
+    Returns:
+        The metrics of each iteration of this process, the same on every rank.
+
+    Raises:
+        ValueError: the checkpoint does not fit.
+        RuntimeError: generation, the reward or a check failed on some rank; every rank raises.
+    """
+    config, task = run.config, run.task
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
-    model = build_actor_critic(config, model_of, bf16=options.bf16)
-    trainer = PPOTrainer(model, task, config, sizes, options, device, _ptx(config, device))
-    if resume_from is not None:
-        trainer.load(resume_from)
+    model = build_actor_critic(config, run.model_config, bf16=run.options.bf16)
+    trainer = PPOTrainer(model, task, config, run.sizes, run.options, device, _ptx(config, device))
+    if run.checkpoint is not None:
+        trainer.load(run.checkpoint)
     prompts = deal_prompts(
-        sizes,
+        run.sizes,
         len(task.prompts),
         num_episodes=config.num_episodes,
         seed=config.seed,
         rank=dist.get_rank(),
         first_collect_step=trainer.collect_step,
     )
-    total = len(buffer_sizes(sizes, len(task.prompts), config.num_episodes))
-    history = _iterations(trainer, _groups(prompts, config.num_collect_steps), total, config)
-    if task.tokenizer is not None and trainer.iteration == total:
+    history = _iterations(trainer, _groups(prompts, config.num_collect_steps), run)
+    if task.tokenizer is not None and trainer.iteration == run.num_iterations:
         export_model(trainer.engine, task.tokenizer, Path(config.output_dir) / "model")
     return history
 
@@ -115,11 +133,10 @@ def ppo_sizes(config: PPOConfig, num_replicas: int) -> PPOSizes:
     )
 
 
-def _iterations(
-    trainer: PPOTrainer, prompts: Iterator[list[list[int]]], total: int, config: PPOConfig
-) -> list[Metrics]:
-    """Run what is left; on SIGTERM save a checkpoint and return early."""
+def _iterations(trainer: PPOTrainer, prompts: Iterator[list[list[int]]], run: Run) -> list[Metrics]:
+    """Run what is left."""
     history: list[Metrics] = []
+    config, total = run.config, run.num_iterations
     every = config.save_iterations or total
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopOnSigterm())

@@ -30,13 +30,12 @@ def deal_prompts(
     empty list says so.
     """
     # Each prompt is a bin of its own: prompts are counted here, their tokens are packed with those of the responses later.
-    in_order = MultipackBatchSampler(
-        np.ones(num_prompts, np.int64), 1, bins_per_batch=sizes.prompts_per_rank, seed=seed
-    )
+    in_order = MultipackBatchSampler(np.ones(num_prompts, np.int64), 1, seed=seed)
     sampler = DistributedBatchSampler(in_order, num_replicas=sizes.num_replicas, rank=rank, tail="even")
-    first_episode, skipped = divmod(first_collect_step, len(sampler))
+    first_episode, skipped = divmod(first_collect_step, -(-len(sampler) // sizes.prompts_per_rank))
     for episode in range(first_episode, num_episodes):
         sampler.set_epoch(episode)
-        for batch in itertools.islice(sampler.begin(), skipped, None):
-            yield [] if batch.repeated else list(batch)
+        mine = itertools.islice(sampler.begin(), skipped * sizes.prompts_per_rank, None)
+        while batches := list(itertools.islice(mine, sizes.prompts_per_rank)):
+            yield [row for batch in batches if not batch.repeated for row in batch]
         skipped = 0
