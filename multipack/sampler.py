@@ -7,6 +7,7 @@ all have the same number of batches.
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
@@ -24,6 +25,8 @@ from multipack.tail import TAILS, BatchIndices, Tail, redeal
 __all__ = ["BatchIndices", "DistributedBatchSampler", "EpochSampler", "MultipackBatchSampler"]
 
 STATE_VERSION = 1
+
+_logger = logging.getLogger(__name__)
 
 
 class EpochForwarder:
@@ -395,7 +398,19 @@ class DistributedBatchSampler(EpochSampler):
                 f"{ {key: state[key] for key in dealing} }, which {now} deals otherwise: rows would be repeated or lost. "
                 "Save after a whole optimizer step, or load with the same dealing."
             )
+        self._report_change_of_step(state)
         self._go_to(int(state["epoch"]), int(state["batches"]), int(state.get("micro_steps", 0)))
+
+    def _report_change_of_step(self, state: dict[str, Any]) -> None:
+        """Say, once for all ranks, that an optimizer step now holds more or fewer batches: the learning rate may not fit."""
+        before = state.get("num_replicas", self.num_replicas), state.get("accumulate", self.accumulate)
+        now = self.num_replicas, self.accumulate
+        if self.rank == 0 and before[0] * before[1] != now[0] * now[1]:
+            _logger.warning(
+                "an optimizer step had %d batches (%d ranks x %d micro-steps) when the state was saved and has %d now "
+                "(%d ranks x %d). No row is lost or repeated, but the learning rate was chosen for the other size.",
+                *(before[0] * before[1], *before, now[0] * now[1], *now),
+            )
 
     @property
     def _group_steps(self) -> int:
@@ -405,7 +420,7 @@ class DistributedBatchSampler(EpochSampler):
     def _batches(self) -> Batches:
         inner = self.batch_sampler
         self._forward_epoch()
-        return inner.batches if isinstance(inner, MultipackBatchSampler) else ListedBatches(iter(inner))
+        return inner.batches if isinstance(inner, MultipackBatchSampler) else ListedBatches(_as_announced(inner))
 
     def _forward_epoch(self) -> None:
         for target in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
@@ -544,6 +559,21 @@ def _check_foreign(batch_sampler: Any, balance: BalanceMode) -> None:
                 f"{type(sampler).__qualname__} has no generator: it would draw another order on each rank, and rows would be "
                 "repeated and lost. Pass generator=torch.Generator().manual_seed(seed), the same on every rank."
             )
+
+
+def _as_announced(batch_sampler: Any) -> Iterator[list[int]]:
+    """The batches of a foreign sampler, which must be as many as its `len` says: steps are planned with it."""
+    announced, count = len(batch_sampler), 0
+    for batch in batch_sampler:
+        count += 1
+        if count > announced:
+            break
+        yield batch
+    if count != announced:
+        raise ValueError(
+            f"{type(batch_sampler).__qualname__} has a length of {announced} but gives {'more' if count > announced else count} "
+            "batches: ranks and schedules that count on the length would wait or stop short. Make its __len__ exact."
+        )
 
 
 def _order_follows_epoch(batch_sampler: Any) -> bool:
