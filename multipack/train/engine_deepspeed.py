@@ -147,30 +147,47 @@ class DeepSpeedEngine(Engine):
             offload._register_deepspeed_module(self.module)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Whole copies in host memory: DeepSpeed's own shards fit no other number of ranks."""
-        if self._eight_bit:
-            raise ValueError(
-                "DeepSpeed flattens the parameters, and adamw_bnb_8bit's state of a flat one fits no other number of ranks, so it "
-                "cannot be saved. Take adamw_torch, set zero_stage instead of deepspeed, or save nothing (save_steps)."
-            )
+        """Whole copies in host memory: DeepSpeed's own shards fit no other number of ranks.
+
+        But adamw_bnb_8bit quantises blocks of a flat shard, which cannot be cut anew: its state is saved under the rank's name, and
+        loads on as many ranks.
+        """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         self._make_state()
         self._copies: dict[str, Tensor] = {}
         for name, parameter in self._trained():
             self._copies[f"model.{name}"] = safe_get_full_fp32_param(parameter).cpu()
+            if self._eight_bit:
+                continue
             for key in self._moments():
                 self._copies[f"optimizer.{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).cpu()
             self._copies[f"optimizer.{name}.step"] = self._steps()
+        if self._eight_bit:
+            self._copies |= self._rank_state()
         return self._copies
+
+    def _rank_state(self) -> dict[str, Tensor]:
+        rank = f"rank{dist.get_rank()}of{self._world_size}"
+        return {
+            f"optimizer.shard{i}.{key}.{rank}": torch.as_tensor(value)
+            for i, (shard, _) in enumerate(self._shards())
+            for key, value in self.optimizer.state[shard].items()
+        }
 
     def loaded(self) -> None:
         for name, parameter in self._trained():
             self._write(parameter, None, self._copies[f"model.{name}"].to(self.device))
+            if self._eight_bit:
+                continue
             for key in self._moments():
                 self._write(parameter, key, self._copies[f"optimizer.{name}.{key}"].to(self.device))
             for state in self.optimizer.state.values():
                 state["step"] = self._copies[f"optimizer.{name}.step"].clone()
+        if self._eight_bit:  # its tensors were filled in place; its count is a Python int
+            step = next(value for name, value in self._copies.items() if ".step." in name)
+            for state in self.optimizer.state.values():
+                state["step"] = int(step)
         del self._copies
 
     def _write(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
@@ -199,15 +216,8 @@ class DeepSpeedEngine(Engine):
 
     def _make_state(self) -> None:
         """Let the optimizer allocate its state for every flat shard, by one step of rate 0 along a zero gradient."""
-        zero = self._engine.optimizer
         groups = self.optimizer.param_groups
-        if self._stage == 3:
-            shards = list(
-                zip(zero.fp32_partitioned_groups_flat, zero.sub_group_to_group_id.values(), strict=True)
-            )
-        else:
-            shards = list(zip(zero.single_partition_of_fp32_groups, range(len(groups)), strict=True))
-        for shard, group in shards:
+        for shard, group in self._shards():
             if shard not in self.optimizer.state:
                 gradient, shard.grad = shard.grad, torch.zeros_like(shard)
                 self.optimizer.param_groups = [groups[group] | {"params": [shard], "lr": 0.0}]
@@ -215,8 +225,19 @@ class DeepSpeedEngine(Engine):
                 shard.grad = gradient
         self.optimizer.param_groups = groups
         if self._stage < 3:  # DeepSpeed links parameters to state once, when only the first group has any
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
+            self._engine.optimizer._hp_optimizer_states_linked = False
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _shards(self) -> list[tuple[Tensor, int]]:
+        """The flat float32 shards of this rank that the optimizer updates, each with the number of its parameter group."""
+        zero = self._engine.optimizer
+        if self._stage == 3:
+            return list(
+                zip(zero.fp32_partitioned_groups_flat, zero.sub_group_to_group_id.values(), strict=True)
+            )
+        return list(
+            zip(zero.single_partition_of_fp32_groups, range(len(self.optimizer.param_groups)), strict=True)
+        )
 
     def full_parameters(self) -> dict[str, Tensor]:
         import deepspeed

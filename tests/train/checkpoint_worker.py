@@ -1,6 +1,7 @@
 """Started by torchrun: train some steps with one engine, save, or load what another number of ranks saved and go on.
 
-argv: folder, output file, then actions `save:CELL:STEPS:NAME` or `load:CELL:STEPS:NAME`; every action starts from a new model.
+argv: folder, output file, then actions `save:CELL:STEPS:NAME` or `load:CELL:STEPS:NAME`; every action starts from a new model. CELL may end in
+`:8bit`, for adamw_bnb_8bit.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from multipack.train.process import process_group, sum_over_ranks
 
 
 def run(action: str, root: Path, device: torch.device) -> dict[str, object]:
-    verb, cell, steps, name = action.split(":")
+    verb, rest = action.split(":", 1)
+    cell, steps, name = rest.rsplit(":", 2)
     folder = root / name
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    optimizer = OptimizerSpec(learning_rate=LEARNING_RATE, **ADAMW)
-    engine = build_engine(tiny_llama(seed=0 if verb == "save" else 7), optimizer, options_of(cell), device)
+    rule = "adamw_bnb_8bit" if cell.endswith(":8bit") else "adamw_torch"
+    optimizer = OptimizerSpec(name=rule, learning_rate=LEARNING_RATE, **ADAMW)
+    options = options_of(cell.removesuffix(":8bit"))
+    engine = build_engine(tiny_llama(seed=0 if verb == "save" else 7), optimizer, options, device)
     done = 0
     if verb == "load":
         checkpoint = newest_checkpoint(folder)
