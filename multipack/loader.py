@@ -7,7 +7,6 @@ torch DataLoader from those three gets the same batches, bit for bit.
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -16,13 +15,13 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import IterableDataset
 
 from multipack.balance import BalanceMode
 from multipack.collate import PackedCollator
 from multipack.dataset import TokenDataset
 from multipack.device import DeviceCopier, DeviceLike, device_copier
-from multipack.distributed import rank_and_world_size
+from multipack.framework_view import RankSampler, accelerate_device, is_dealt_to_ranks
 from multipack.loader_iterator import LoaderIterator, Maker
 from multipack.overlong import Overlong
 from multipack.packing import PackMethod
@@ -129,6 +128,10 @@ class DataLoader(TorchDataLoader[T_co]):
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
         )
+        if isinstance(batch_sampler, DistributedBatchSampler):
+            self.__dict__["sampler"] = RankSampler(
+                batch_sampler, dataset
+            )  # torch refuses to set it from here on
         self._draws_first = bool(num_workers)  # torch's workers take their first ids in iter()
         self._stats = LoaderStats(queue_depth=self._depth)
         self._newest: Callable[[], LoaderIterator | None] = _no_iterator
@@ -207,8 +210,7 @@ class DataLoader(TorchDataLoader[T_co]):
     @property
     def _is_accelerate_prepared(self) -> bool:
         """Whether the batches are this rank's already, so that accelerate must not deal them once more."""
-        sampler = _rank_aware_sampler(self)
-        return sampler is not None and (sampler.num_replicas > 1 or rank_and_world_size()[1] == 1)
+        return is_dealt_to_ranks(self)
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
@@ -269,7 +271,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """The copier for `device`, or for accelerate's device when an Accelerator prepared this loader; one for all passes."""
         device = self.device
         if device is None and self._prepared_by_accelerate:
-            device = sys.modules["accelerate.state"].PartialState().device
+            device = accelerate_device()
         if self._copier is None:
             self._copier = device_copier(device)
         return self._copier
@@ -301,14 +303,6 @@ def _as_they_are(rows: Any) -> Any:
 
 def _no_iterator() -> None:
     """Stands for the newest iterator where there is none; a function, so that loaders pickle."""
-
-
-def _rank_aware_sampler(loader: DataLoader[Any]) -> DistributedBatchSampler | DistributedSampler[Any] | None:
-    """The sampler that deals rows to ranks: ours, or torch's in its usual places."""
-    for sampler in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedBatchSampler | DistributedSampler):
-            return sampler
-    return None
 
 
 def packed_dataloader(

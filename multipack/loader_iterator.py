@@ -5,7 +5,6 @@ The one rule: everything that follows the consumer (position, statistics, what a
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from multipack.device import DeviceCopier, InFlight
+from multipack.framework_view import gradient_state
 from multipack.prefetch import Prefetcher
 from multipack.stats import BatchSize, batch_size
 
@@ -131,7 +131,7 @@ class LoaderIterator(Iterator[Any]):
 
     def _join_accelerate(self) -> None:
         """Tell accelerate which loader is read, as its own loaders do: it synchronises gradients at `end_of_dataloader`."""
-        state = _gradient_state() if self._loader._is_accelerate_prepared else None
+        state = gradient_state() if self._loader._is_accelerate_prepared else None
         if state is None or self._leave_accelerate is not None:
             return
         self._loader.end_of_dataloader = False
@@ -140,11 +140,3 @@ class LoaderIterator(Iterator[Any]):
         leave = weakref.finalize(self, state._remove_dataloader, self._loader)
         leave.atexit = False
         self._leave_accelerate = leave
-
-
-def _gradient_state() -> Any:
-    """accelerate's state if an Accelerator was made in this process; never imports it."""
-    module = sys.modules.get("accelerate.state")
-    if module is None or not module.GradientState._shared_state:
-        return None
-    return module.GradientState()

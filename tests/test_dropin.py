@@ -27,6 +27,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data.datapipes.map import SequenceWrapper
 
 from multipack.loader import DataLoader
 
@@ -161,6 +163,11 @@ CASES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "an iterable data set, drop_last": lambda: (Stream(), {"batch_size": 5, "drop_last": True}),
     "an iterable data set, batch_size=None": lambda: (Stream(), {"batch_size": None}),
     "an empty iterable data set": lambda: (Stream(0), {"batch_size": 5}),
+    "an iterable data pipe": lambda: (
+        IterableWrapper(range(23)).shuffle(),
+        {"batch_size": 5, "shuffle": True},
+    ),
+    "a data pipe with ids": lambda: (SequenceWrapper(range(23)), {"batch_size": 5, "shuffle": True}),
     "an iterable data set, a collate function": lambda: (Stream(), {"batch_size": 5, "collate_fn": as_list}),
 }
 

@@ -699,6 +699,28 @@ def test_nothing_of_accelerate_is_touched_without_an_accelerator() -> None:
     assert loader.end_of_dataloader is False
 
 
+def test_a_prepared_loader_copies_to_accelerates_device(
+    accelerator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("multipack.loader.device_copier", lambda device: asked.append(device))
+    list(accelerator.prepare(packed()))
+    list(packed())  # not prepared: stays where it is
+    list(packed(device="cpu"))
+    assert asked == [torch.device("cpu"), None, "cpu"]
+
+
+def test_lightning_sees_that_rows_are_dealt_already() -> None:
+    # It replaces loader.sampler unless that is a DistributedSampler, and then calls its set_epoch.
+    loader = packed_dataloader(token_rows(), 256, rank=1, num_replicas=2)
+    assert isinstance(loader.sampler, DistributedSampler)
+    assert (loader.sampler.num_replicas, loader.sampler.rank) == (2, 1)
+    loader.sampler.set_epoch(3)
+    assert loader.batch_sampler.epoch == 3
+    rows = list(loader.sampler)
+    assert sorted(rows) == sorted(token for batch in loader for token in batch["input_ids"].unique().tolist())
+
+
 def test_lightning_can_build_it_anew_from_its_attributes() -> None:
     # Lightning passes to the class what `vars` holds under the names of constructor arguments.
     loader = DataLoader(Rows(9), 2, prefetch_batches=3, worker_type="process", device="cpu", num_workers=2)

@@ -1,0 +1,56 @@
+"""What frameworks look for on a loader, so that none deals our batches to ranks once more, or not at all.
+
+Nothing here imports a framework: what is not loaded cannot be listening.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from multipack.distributed import rank_and_world_size
+from multipack.sampler import DistributedBatchSampler
+
+
+class RankSampler(DistributedSampler[Any]):
+    """Stands under `loader.sampler` of a loader whose batch sampler deals to ranks. Lightning replaces samplers that are no
+    DistributedSampler, and finds here that the rows are dealt already; `set_epoch` is passed on."""
+
+    def __init__(self, batch_sampler: DistributedBatchSampler, dataset: Any) -> None:
+        super().__init__(dataset, batch_sampler.num_replicas, batch_sampler.rank, shuffle=False)
+        self._batch_sampler = batch_sampler
+
+    def __iter__(self) -> Iterator[int]:
+        """The row ids of this rank's batches."""
+        return chain.from_iterable(self._batch_sampler.begin())
+
+    def set_epoch(self, epoch: int) -> None:
+        self._batch_sampler.set_epoch(epoch)
+
+
+def is_dealt_to_ranks(loader: torch.utils.data.DataLoader[Any]) -> bool:
+    """Whether the batches of a loader are this rank's own share, by our sampler or by torch's. One share for all of several
+    ranks does not count."""
+    for sampler in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedBatchSampler | DistributedSampler):
+            return sampler.num_replicas > 1 or rank_and_world_size()[1] == 1
+    return False
+
+
+def gradient_state() -> Any:
+    """accelerate's GradientState, if an Accelerator was made in this process."""
+    module = sys.modules.get("accelerate.state")
+    if module is None or not module.GradientState._shared_state:
+        return None
+    return module.GradientState()
+
+
+def accelerate_device() -> torch.device:
+    """Where an Accelerator, which must exist, wants its batches."""
+    device: torch.device = sys.modules["accelerate.state"].PartialState().device
+    return device
