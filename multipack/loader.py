@@ -164,7 +164,7 @@ class DataLoader(TorchDataLoader[T_co]):
             pairs,
             depth=self._depth,
             threads=1 if self._feed is not None else max(1, self.num_workers),
-            map=Maker(fetch, getattr(self.batch_sampler, "capacity", None) or 0, pin_for, copier),
+            map=Maker(fetch, self._capacity, pin_for, copier),
             timeout=0 if self._feed is not None else self.timeout,
             on_thread_start=None if self._feed is not None else self.worker_init_fn,
             name="multipack-loader",
@@ -246,6 +246,12 @@ class DataLoader(TorchDataLoader[T_co]):
         """Where torch's own iterator takes ids from: through the feed, if there is one."""
         feed = self.__dict__.get("_feed")
         return super()._index_sampler if feed is None or self._stream_rows is not None else feed
+
+    @property
+    def _capacity(self) -> int:
+        """Token slots of a bin, 0 where nothing is packed."""
+        packs = self.batch_sampler if self._stream_rows is None else self.dataset
+        return getattr(packs, "capacity", None) or 0
 
     def _make_feed(self) -> ProcessFeed | None:
         if not self._runs_processes:

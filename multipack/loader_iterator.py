@@ -55,7 +55,7 @@ class Maker:
             batch = self.copier.send(batch)
         elif self.pin_for is not None:
             batch = pin_memory(batch, self.pin_for)  # type: ignore[no-untyped-call]
-        return Made(batch, size, self.capacity * getattr(item, "num_bins", 0), mark)
+        return Made(batch, size, self.capacity * num_bins(item), mark)
 
 
 class LoaderIterator(Iterator[Any]):
@@ -140,3 +140,8 @@ class LoaderIterator(Iterator[Any]):
         leave = weakref.finalize(self, state._remove_dataloader, self._loader)
         leave.atexit = False
         self._leave_accelerate = leave
+
+
+def num_bins(item: Any) -> int:
+    """Bins of a batch of ids, a selection or a batch that a worker process made of ids; 0 where there are none."""
+    return len(getattr(item, "bin_offsets", (0,))) - 1

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from multipack.position import Position
 
 _HANDOVER_LIMIT_S = 60.0
+_NO_BINS = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class FromProcess:
     """A batch that a worker process made."""
 
     batch: Any
-    num_bins: int
+    bin_offsets: Sequence[int]
 
 
 class ProcessFeed:
@@ -33,7 +34,7 @@ class ProcessFeed:
         self._position = position
         self._has_ids = has_ids
         self._persistent = persistent
-        self._taken: deque[tuple[int, Any]] = deque()
+        self._taken: deque[tuple[Sequence[int], Any]] = deque()
         # Persistent workers serve pass after pass through one iterator, which is not safe for threads: the thread of an older
         # pass may still be inside it. Whoever holds `_turn` may use it, and only the newest pass does.
         self._turn = threading.Lock()
@@ -46,9 +47,11 @@ class ProcessFeed:
     def __len__(self) -> int:
         return len(self._index_sampler)
 
-    def _remember(self, pairs: Iterator[tuple[Any, Any]], taken: deque[tuple[int, Any]]) -> Iterator[Any]:
+    def _remember(
+        self, pairs: Iterator[tuple[Any, Any]], taken: deque[tuple[Sequence[int], Any]]
+    ) -> Iterator[Any]:
         for ids, mark in pairs:
-            taken.append((getattr(ids, "num_bins", 0), mark))
+            taken.append((getattr(ids, "bin_offsets", _NO_BINS), mark))
             yield ids
 
     def open(self, make_iterator: Callable[[], Iterator[Any]]) -> Generator[tuple[FromProcess, Any]]:
@@ -79,8 +82,8 @@ class ProcessFeed:
                         batch = next(batches)
                     except StopIteration:
                         return
-                    num_bins, mark = self._taken.popleft() if self._has_ids else (0, None)
-                yield FromProcess(batch, num_bins), mark
+                    bin_offsets, mark = self._taken.popleft() if self._has_ids else (_NO_BINS, None)
+                yield FromProcess(batch, bin_offsets), mark
                 del batch
         finally:
             # torch ends its workers when its iterator dies, but the traceback of a worker's error keeps that alive, and a garbage

@@ -27,6 +27,7 @@ from multipack.collate import PackedCollator
 from multipack.dataset import TokenDataset
 from multipack.loader import DataLoader, packed_dataloader
 from multipack.sampler import DistributedBatchSampler, MultipackBatchSampler
+from multipack.stream import StreamPacker
 
 WAYS = [
     {"num_workers": 0},
@@ -536,6 +537,24 @@ def test_an_iterable_data_set_that_cannot_say_where_it_stands_is_refused_on_resu
     take(processes, 2)
     with pytest.raises(ValueError, match="worker_type='thread'"):
         DataLoader(CountingStream(), 4).load_state_dict(processes.state_dict())
+
+
+def test_a_packed_stream_resumes_with_its_pool() -> None:
+    rows = [{"input_ids": [k] * (1 + k % 7)} for k in range(400)]
+
+    def build(workers: int) -> DataLoader[Any]:
+        stream = StreamPacker(rows, 64, pool_size=32, rank=0, num_replicas=1)
+        return DataLoader(stream, batch_size=None, collate_fn=PackedCollator(), num_workers=workers)
+
+    whole = build(0)
+    expected = keys(whole)
+    assert sorted(token for batch in expected for token in set(batch)) == list(range(400))
+    assert whole.stats.efficiency == pytest.approx(sum(map(len, expected)) / (64 * len(expected)))
+    loader = build(2)
+    head = keys(take(loader, 5))
+    resumed = build(1)
+    resumed.load_state_dict(loader.state_dict())
+    assert head + keys(resumed) == expected
 
 
 # --- epochs
