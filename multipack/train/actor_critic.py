@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from multipack.train.attention import stock_attention
+from multipack.integrations.attention import stock_attention
 from multipack.train.generate import Responses, generate_responses
 
 _LOGITS_AT_ONCE = 1 << 28

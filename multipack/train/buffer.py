@@ -12,10 +12,10 @@ from torch import Tensor
 
 from multipack.collate import PackedCollator
 from multipack.dataset import TokenDataset
+from multipack.integrations.attention import model_inputs
 from multipack.loader import DataLoader
 from multipack.tail import BatchIndices
 from multipack.train.advantage import FloatArray
-from multipack.train.attention import model_inputs
 from multipack.train.loss import IGNORE_INDEX, predicting_positions
 from multipack.train.rollouts import Rollouts, offsets_of
 from multipack.train.update_plan import StepPlan

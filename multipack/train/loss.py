@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from multipack.train.attention import model_inputs
+from multipack.integrations.attention import model_inputs
 
 IGNORE_INDEX = -100
 

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
-from multipack.train.attention import ATTENTION
+from multipack.integrations.attention import ATTENTION
 from multipack.train.config import TrainConfig
 
 
@@ -114,8 +114,8 @@ def _small_llama(vocabulary: int, sequence_len: int) -> dict[str, Any]:
         "hidden_size": 96,
         "intermediate_size": 256,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
         "max_position_embeddings": max(sequence_len, 2048),
         "tie_word_embeddings": False,
     }

@@ -7,7 +7,7 @@ import torch
 from tiny_llama import packed, random_sequences, tiny_llama
 from transformers import MistralConfig, MistralForCausalLM
 
-from multipack.train.attention import model_inputs, multipack_attention, stock_attention
+from multipack.integrations.attention import model_inputs, multipack_attention, stock_attention
 from multipack.train.model import recompute_activations
 
 LENGTHS = [17, 5, 30, 1, 12]
