@@ -81,6 +81,62 @@ void def_counts(nb::module_& module, const char* name, Function function) {
         "counts"_a.noconvert(), "capacity"_a, "max_sequences"_a);
 }
 
+void def_stream_pool(nb::module_& module) {
+    using multipack::StreamPool;
+    nb::class_<StreamPool::State>(module, "StreamPoolState")
+        .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, std::vector<int32_t>, int64_t, int64_t, uint64_t>(),
+             "ids"_a, "arrivals"_a, "lengths"_a, "next_arrival"_a, "search_budget"_a, "random"_a)
+        .def_ro("ids", &StreamPool::State::ids)
+        .def_ro("arrivals", &StreamPool::State::arrivals)
+        .def_ro("lengths", &StreamPool::State::lengths)
+        .def_ro("next_arrival", &StreamPool::State::next_arrival)
+        .def_ro("search_budget", &StreamPool::State::search_budget)
+        .def_ro("random", &StreamPool::State::random);
+    auto check_length = [](const StreamPool& pool, int32_t length) {
+        if (length < 1 || length > pool.capacity()) throw std::invalid_argument("length outside 1..capacity");
+        if (pool.full()) throw std::invalid_argument("the pool is full");
+    };
+    nb::class_<StreamPool>(module, "StreamPool")
+        .def(
+            "__init__",
+            [](StreamPool* self, int32_t capacity, int32_t pool_size, int64_t max_sequences, uint64_t seed) {
+                if (capacity < 1 || pool_size < 1 || max_sequences < 1)
+                    throw std::invalid_argument("capacity, pool_size and max_sequences must be at least 1");
+                new (self) StreamPool(capacity, pool_size, max_sequences, seed);
+            },
+            "capacity"_a, "pool_size"_a, "max_sequences"_a, "seed"_a)
+        .def("__len__", &StreamPool::size)
+        .def_prop_ro("full", &StreamPool::full)
+        .def(
+            "push",
+            [check_length](StreamPool& pool, int64_t id, int32_t length) {
+                check_length(pool, length);
+                pool.push(id, length);
+            },
+            "id"_a, "length"_a)
+        .def(
+            "fill",
+            [](StreamPool& pool, bool longest_first) {
+                if (pool.size() == 0) throw std::invalid_argument("the pool is empty");
+                std::vector<int64_t> ids;
+                pool.fill(longest_first ? StreamPool::Lead::kLongest : StreamPool::Lead::kOldest, ids);
+                return ids;
+            },
+            "longest_first"_a)
+        .def("state", &StreamPool::state)
+        .def(
+            "restore",
+            [check_length](StreamPool& pool, const StreamPool::State& state) {
+                const size_t size = state.ids.size();
+                if (pool.size() != 0 || size > static_cast<size_t>(pool.pool_size()) || state.arrivals.size() != size ||
+                    state.lengths.size() != size)
+                    throw std::invalid_argument("the state does not fit this pool");
+                for (int32_t length : state.lengths) check_length(pool, length);
+                pool.restore(state);
+            },
+            "state"_a);
+}
+
 void def_packing(nb::module_& module) {
     using namespace multipack;
     def_packer(module, "next_fit", [](auto lengths, auto capacity, auto limit, auto, auto offsets, auto indices) {
@@ -293,5 +349,6 @@ void def_gather(nb::module_& module) {
 NB_MODULE(_core, module) {
     module.doc() = "Compiled kernels of multipack.";
     def_packing(module);
+    def_stream_pool(module);
     def_gather(module);
 }

@@ -26,6 +26,9 @@ class Random {
     /// A number in [0, bound), 1 <= bound < 2^32. The bias is below bound / 2^32 (Lemire 2019 without rejection).
     uint64_t below(uint64_t bound) { return ((next() >> 32) * bound) >> 32; }
 
+    uint64_t state() const { return state_; }
+    void set_state(uint64_t state) { state_ = state; }
+
   private:
     uint64_t state_;
 };

@@ -264,11 +264,24 @@ int32_t StreamPool::fill(Lead lead, std::vector<int64_t>& ids) {
     return capacity_ - rest;
 }
 
-void StreamPool::snapshot(std::vector<int64_t>& ids, std::vector<int32_t>& lengths) const {
+StreamPool::State StreamPool::state() const {
+    State state{{}, {}, {}, arrivals_, search_budget_, random_.state()};
     for (int32_t slot = slots_[pool_size_].newer; slot != pool_size_; slot = slots_[slot].newer) {
-        ids.push_back(slots_[slot].id);
-        lengths.push_back(slots_[slot].length);
+        state.ids.push_back(slots_[slot].id);
+        state.arrivals.push_back(slots_[slot].arrival);
+        state.lengths.push_back(slots_[slot].length);
     }
+    return state;
+}
+
+void StreamPool::restore(const State& state) {
+    for (size_t i = 0; i < state.ids.size(); ++i) {
+        arrivals_ = state.arrivals[i];
+        push(state.ids[i], state.lengths[i]);
+    }
+    arrivals_ = state.next_arrival;
+    search_budget_ = state.search_budget;
+    random_.set_state(state.random);
 }
 
 int32_t stream_pool_size(int64_t num_sequences, int64_t num_tokens, int32_t capacity) {

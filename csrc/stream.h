@@ -20,6 +20,7 @@ class StreamPool {
   public:
     StreamPool(int32_t capacity, int32_t pool_size, int64_t max_sequences, uint64_t seed);
 
+    int32_t capacity() const { return capacity_; }
     int32_t size() const { return size_; }
     int32_t pool_size() const { return pool_size_; }
     bool full() const { return size_ == pool_size_; }
@@ -34,8 +35,17 @@ class StreamPool {
     /// will arrive.
     int32_t fill(Lead lead, std::vector<int64_t>& ids);
 
-    /// Sequences in order of arrival, for a saved state.
-    void snapshot(std::vector<int64_t>& ids, std::vector<int32_t>& lengths) const;
+    /// All that the next bins depend on besides the arguments of the constructor.
+    struct State {
+        std::vector<int64_t> ids, arrivals;  // in order of arrival
+        std::vector<int32_t> lengths;
+        int64_t next_arrival, search_budget;
+        uint64_t random;
+    };
+    State state() const;
+
+    /// Go on from a state; the pool must be new.
+    void restore(const State& state);
 
   private:
     struct Slot {

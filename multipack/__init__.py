@@ -20,6 +20,7 @@ from multipack.plan import EpochPlan, Forecast, forecast
 from multipack.prefetch import Prefetcher
 from multipack.sampler import BatchIndices, DistributedBatchSampler, MultipackBatchSampler
 from multipack.stats import LoaderStats
+from multipack.stream import StreamPacker
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "PaddedCollator",
     "Prefetcher",
     "Selection",
+    "StreamPacker",
     "TokenDataset",
     "batch_cost",
     "deal",

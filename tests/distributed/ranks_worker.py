@@ -11,7 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from multipack import DistributedBatchSampler, MultipackBatchSampler, TokenDataset, packed_dataloader
+from multipack import (
+    DataLoader,
+    DistributedBatchSampler,
+    MultipackBatchSampler,
+    StreamPacker,
+    TokenDataset,
+    packed_dataloader,
+)
 from multipack.distributed import check_agreement
 
 NUM_ROWS = 203
@@ -56,6 +63,12 @@ def main(folder: Path) -> None:
     list(loader)
     answer["state"] = loader.state_dict()
 
+    answer["streams"] = {tail: read_stream(rows, tail) for tail in ("pad", "drop")}
+    try:  # rank 0 alone has rows
+        list(StreamPacker(rows[:1], 64))
+    except ValueError as error:
+        answer["empty_stream"] = str(error)
+
     check_agreement(sampler.fingerprint)
     try:
         check_agreement(sampler.fingerprint if rank == 0 else "{}")
@@ -64,6 +77,21 @@ def main(folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def read_stream(rows: list[list[int]], tail: str) -> list[list[int]]:
+    """Rows of each batch of a stream that is much longer on rank 0; repeats are negative."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    marked = [{"input_ids": row, "row": i} for i, row in enumerate(rows) if rank == 0 or i < 100]
+    # Every n-th row of its own list; a barrier inside the trainer must not disturb the agreement.
+    packer = StreamPacker(marked, 64, pool_size=16, tail=tail, timeout=60)
+    batches = []
+    for batch in DataLoader(packer, batch_size=None, collate_fn=lambda selection: selection):
+        ids = [int(sequence["row"]) for sequence in batch]
+        batches.append([-1 - i for i in ids] if batch.repeated else ids)
+        dist.barrier()
+    assert all(i % world_size == rank for ids in batches for i in ids if i >= 0)
+    return batches
 
 
 if __name__ == "__main__":

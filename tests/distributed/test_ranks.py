@@ -47,3 +47,19 @@ def test_ranks_agree_without_talking(num_ranks, tmp_path):
     assert len({answer["epoch_after_break"] for answer in answers}) == 1
     assert all("plan other data than rank 0" in answer["disagreement"] for answer in answers)
     assert all("built for rank" in answer["late_group"] for answer in answers)
+    assert_streams_end_together([answer["streams"] for answer in answers], answers[0]["num_rows"])
+    assert all(
+        f"{num_ranks - 1} of {num_ranks} ranks got no row" in answer["empty_stream"] for answer in answers
+    )
+
+
+def assert_streams_end_together(streams: list[dict], num_rows: int) -> None:
+    for tail in ("pad", "drop"):
+        assert len({len(stream[tail]) for stream in streams}) == 1
+    num_ranks = len(streams)
+    expected = [*range(0, num_rows, num_ranks), *(i for i in range(100) if i % num_ranks)]
+    seen = [row for stream in streams for batch in stream["pad"] for row in batch if row >= 0]
+    assert sorted(seen) == sorted(expected)
+    assert any(row < 0 for row in streams[1]["pad"][-1])
+    assert all(row >= 0 for stream in streams for batch in stream["drop"] for row in batch)
+    assert len(streams[0]["drop"]) < len(streams[0]["pad"])
