@@ -28,7 +28,7 @@ from multipack.train.ppo_model import build_actor_critic, ppo_model_config
 from multipack.train.ppo_report import PPOReport
 from multipack.train.ppo_sizes import PPOSizes, buffer_sizes
 from multipack.train.ppo_task import load_task
-from multipack.train.ppo_trainer import Metrics, PPOTrainer
+from multipack.train.ppo_trainer import PPOTrainer
 from multipack.train.prepare import prepare_data
 from multipack.train.process import process_group, sum_over_ranks
 from multipack.train.prompts import deal_prompts
@@ -91,11 +91,11 @@ def plan_run(config: PPOConfig) -> Run:
     )
 
 
-def train(run: Run, device: torch.device) -> list[Metrics]:
+def train(run: Run, device: torch.device) -> PPOTrainer:
     """Load the model and run the iterations; on SIGTERM save a checkpoint and return early. All ranks together.
 
     Returns:
-        The metrics of each iteration of this process, the same on every rank.
+        The trainer as the run left it. It must be gone before the process group is.
 
     Raises:
         ValueError: the checkpoint does not fit.
@@ -115,10 +115,10 @@ def train(run: Run, device: torch.device) -> list[Metrics]:
         rank=dist.get_rank(),
         first_collect_step=trainer.collect_step,
     )
-    history = _iterations(trainer, _groups(prompts, config.num_collect_steps), run)
+    _run_iterations(trainer, _groups(prompts, config.num_collect_steps), run)
     if task.tokenizer is not None and trainer.iteration == run.num_iterations:
         export_model(trainer.engine, task.tokenizer, Path(config.output_dir) / "model")
-    return history
+    return trainer
 
 
 def ppo_sizes(config: PPOConfig, num_replicas: int) -> PPOSizes:
@@ -133,9 +133,8 @@ def ppo_sizes(config: PPOConfig, num_replicas: int) -> PPOSizes:
     )
 
 
-def _iterations(trainer: PPOTrainer, prompts: Iterator[list[list[int]]], run: Run) -> list[Metrics]:
+def _run_iterations(trainer: PPOTrainer, prompts: Iterator[list[list[int]]], run: Run) -> None:
     """Run what is left."""
-    history: list[Metrics] = []
     config, total = run.config, run.num_iterations
     every = config.save_iterations or total
     with contextlib.ExitStack() as stack:
@@ -144,9 +143,9 @@ def _iterations(trainer: PPOTrainer, prompts: Iterator[list[list[int]]], run: Ru
         if dist.get_rank() == 0:
             report = stack.enter_context(PPOReport(config.output_dir, total=total, done=trainer.iteration))
         for prompt_rows in prompts:
-            history.append(trainer.run_iteration(prompt_rows))
+            metrics = trainer.run_iteration(prompt_rows)
             if report is not None:
-                report.iteration(history[-1])
+                report.iteration(metrics)
             (stops,) = sum_over_ranks(int(stop.requested))
             if stops or trainer.iteration % every == 0 or trainer.iteration == total:
                 saved = trainer.save()
@@ -157,7 +156,6 @@ def _iterations(trainer: PPOTrainer, prompts: Iterator[list[list[int]]], run: Ru
                         "--resume_from_checkpoint last"
                     )
                 break
-    return history
 
 
 def _groups(items: Iterator[T], size: int) -> Iterator[list[T]]:

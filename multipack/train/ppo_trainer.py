@@ -83,6 +83,8 @@ class PPOTrainer:
         """Iterations done."""
         self.collect_step = 0
         """Collect steps done."""
+        self.history: list[Metrics] = []
+        """Metrics of the iterations of this process, the same on every rank."""
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         self.engine = build_engine(model, optimizer_spec(config.supervised()), options, device)
         for method in (
@@ -132,6 +134,7 @@ class PPOTrainer:
         self.kl.update(experience.divergence, len(rollouts))
         self.iteration += 1
         self.collect_step += len(prompt_rows)
+        self.history.append(metrics)
         return metrics
 
     def save(self) -> Path:
