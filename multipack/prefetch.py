@@ -119,7 +119,7 @@ class PrefetchIterator(Iterator[T]):
 
     @property
     def ready(self) -> int:
-        """Batches made and waiting now. Always 0 while you wait: the threads are slower than you. Always `depth`: they are faster."""
+        """Batches made and waiting now. Mostly 0: the threads are slower than the consumer. Mostly `depth`: they are faster."""
         return self._work.made.qsize() + len(self._early)
 
     def __next__(self) -> T:
@@ -128,9 +128,8 @@ class PrefetchIterator(Iterator[T]):
         try:
             self._work.check_process()
             outcome = self._take()
-        except (
-            BaseException
-        ):  # Ctrl-C, a silent or dead thread: tell the threads, but do not wait for one that hangs
+        except BaseException:
+            # Ctrl-C, or a silent or dead thread: tell the threads, but do not wait for one that hangs.
             self._finished = True
             self._work.stop()
             raise
@@ -264,13 +263,13 @@ class _Work:
         self.iterator = iter(self.source)
         if isinstance(self.iterator, PrefetchIterator):
             self.inner = self.iterator._work
-        _running.add(self)
+        if self.num_threads:
+            _running.add(self)
+        self.running = self.num_threads
         for number in range(self.num_threads):
-            thread = threading.Thread(
-                target=_run, args=(self, number), name=f"{self.name}-{number}", daemon=True
-            )
+            name = f"{self.name}-{number}"
+            thread = threading.Thread(target=_run, args=(self, number), name=name, daemon=True)
             self.threads.append(thread)
-            self.running += 1
             thread.start()
 
     def wait_for_slot(self) -> bool:

@@ -234,6 +234,13 @@ def test_a_consumer_that_leaves_early_leaves_no_thread_and_no_process(worker_typ
     assert wait_until(lambda: not psutil.Process().children() and not loader_threads(), limit_s=1.0)
 
 
+def test_an_iterator_that_was_never_asked_leaves_no_process() -> None:
+    iterator = iter(DataLoader(Failing(), batch_size=4, num_workers=2, worker_type="process"))
+    assert len(psutil.Process().children()) == 2  # torch starts them here
+    del iterator
+    assert wait_until(lambda: not psutil.Process().children(), limit_s=1.0)
+
+
 def test_a_thousand_loaders_leave_no_thread_file_or_memory() -> None:
     rows = (torch.arange(6000, dtype=torch.int32).numpy(), torch.arange(0, 6001, 3).numpy())
 
