@@ -60,6 +60,21 @@ def check_rank_unchanged(rank: int, num_replicas: int) -> None:
             )
 
 
+def check_not_dealt_again(reader: object, num_replicas: int) -> None:
+    """Refuse to be read by accelerate's BatchSamplerShard, which takes every n-th batch of what is a share already.
+
+    accelerate puts it around the batch sampler of any plain DataLoader, asks no one, and the rest of the data is never seen.
+    The reader is all there is to know it by.
+    """
+    shards = getattr(reader, "num_processes", 1) if type(reader).__name__ == "BatchSamplerShard" else 1
+    if num_replicas > 1 and shards > 1:
+        raise ValueError(
+            f"these batches are the share of one of {num_replicas} ranks, and accelerate would deal them to {shards} processes once "
+            f"more: {shards - 1} of {shards} batches would never be seen. Use multipack.DataLoader, which accelerate leaves as it is, "
+            "or give accelerate the MultipackBatchSampler without DistributedBatchSampler."
+        )
+
+
 def check_agreement(fingerprint: str, group: dist.ProcessGroup | None = None) -> None:
     """Check once, by one small collective, that every rank plans the same data.
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from multipack.distributed import rank_and_world_size
-from multipack.sampler import DistributedBatchSampler
+from multipack.sampler import DistributedBatchSampler, MultipackBatchSampler
 
 
 class RankSampler(DistributedSampler[Any]):
@@ -40,6 +40,22 @@ def is_dealt_to_ranks(loader: torch.utils.data.DataLoader[Any]) -> bool:
         if isinstance(sampler, DistributedBatchSampler | DistributedSampler):
             return sampler.num_replicas > 1 or rank_and_world_size()[1] == 1
     return False
+
+
+def check_dealt(loader: torch.utils.data.DataLoader[Any]) -> None:
+    """Refuse to pack for all ranks and give every rank all of it.
+
+    Raises:
+        ValueError: the batch sampler knows nothing of ranks, but there are several.
+    """
+    if isinstance(loader.batch_sampler, MultipackBatchSampler):
+        num_replicas = rank_and_world_size()[1]
+        if num_replicas > 1:
+            raise ValueError(
+                f"every one of {num_replicas} ranks would get the same batches, since MultipackBatchSampler knows nothing of ranks. "
+                "Wrap it in DistributedBatchSampler, or prepare the loader by accelerate; where each rank is to have them all, "
+                "say so: DistributedBatchSampler(batch_sampler, num_replicas=1, rank=0)."
+            )
 
 
 def gradient_state() -> Any:

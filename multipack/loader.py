@@ -21,7 +21,7 @@ from multipack.balance import BalanceMode
 from multipack.collate import PackedCollator
 from multipack.dataset import TokenDataset
 from multipack.device import DeviceCopier, DeviceLike, device_copier
-from multipack.framework_view import RankSampler, accelerate_device, is_dealt_to_ranks
+from multipack.framework_view import RankSampler, accelerate_device, check_dealt, is_dealt_to_ranks
 from multipack.loader_iterator import LoaderIterator, Maker
 from multipack.overlong import Overlong
 from multipack.packing import PackMethod
@@ -129,9 +129,8 @@ class DataLoader(TorchDataLoader[T_co]):
             pin_memory_device=pin_memory_device,
         )
         if isinstance(batch_sampler, DistributedBatchSampler):
-            self.__dict__["sampler"] = RankSampler(
-                batch_sampler, dataset
-            )  # torch refuses to set it from here on
+            # torch made a sampler of its own there, which nobody reads, and refuses to set it from here on.
+            self.__dict__["sampler"] = RankSampler(batch_sampler, dataset)
         self._draws_first = bool(num_workers)  # torch's workers take their first ids in iter()
         self._stats = LoaderStats(queue_depth=self._depth)
         self._newest: Callable[[], LoaderIterator | None] = _no_iterator
@@ -146,6 +145,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._feed = self._make_feed()
 
     def __iter__(self) -> LoaderIterator:  # type: ignore[override]
+        check_dealt(self)
         copier = self._device_copier()
         fetch: Callable[[Any], Any]
         pin_for = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from multipack.balance import BALANCE_MODES, BalanceMode, deal
 from multipack.batches import Batches, ListedBatches, PlanBatches
-from multipack.distributed import check_rank_unchanged, rank_and_world_size
+from multipack.distributed import check_not_dealt_again, check_rank_unchanged, rank_and_world_size
 from multipack.packing import PackMethod
 from multipack.plan import EpochPlan
 from multipack.tail import TAILS, BatchIndices, Tail, redeal
@@ -330,6 +331,10 @@ class DistributedBatchSampler(EpochSampler):
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
         self._forward_epoch()
+
+    def __iter__(self) -> Iterator[BatchIndices]:
+        check_not_dealt_again(sys._getframe(1).f_locals.get("self"), self.num_replicas)
+        return super().__iter__()
 
     def __len__(self) -> int:
         return self._micro_steps(self._num_global())
