@@ -1,7 +1,7 @@
 """The loaders that are compared: one data set, one list of bins, the same batches out of each.
 
-Rows lie in a memory-mapped `datasets.Dataset` of 200 chunks (input_ids and labels, list<int32>), lengths log-normal with mean 350,
-clipped at 4096. Each rival is a function of the bins that returns an iterator over batches.
+Rows lie in a memory-mapped `datasets.Dataset` (`workloads.saved_dataset`). Each rival is a function of the data that returns an
+iterator over the batches of the bins.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
-import numpy as np
-import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from benchmarks.rivals import trl_collator
+from benchmarks.workloads import CAPACITY, saved_dataset
 from multipack import DataLoader, DistributedBatchSampler, MultipackBatchSampler, PackedCollator, TokenDataset
-
-CAPACITY = 65_536
 
 
 class Workload(NamedTuple):
@@ -34,57 +31,35 @@ class Workload(NamedTuple):
     bins: list[list[int]]
 
 
-def token_table(num_rows: int, seed: int = 0) -> pa.Table:
-    """Rows of random tokens, of which the first third of each row is no target."""
-    rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(np.log(350) - 0.5, 1.0, num_rows), 8, 4096).astype(np.int64)
-    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    tokens = rng.integers(5, 128_000, offsets[-1], dtype=np.int32)
-    position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    labels = np.where(position < np.repeat(lengths // 3, lengths), np.int32(-100), tokens)
-    columns = {
-        name: pa.ListArray.from_arrays(offsets, values)
-        for name, values in (("input_ids", tokens), ("labels", labels))
-    }
-    return pa.table(columns)
-
-
 @contextlib.contextmanager
 def workload(num_rows: int) -> Iterator[Workload]:
     """Write the rows, open them memory-mapped, and plan an epoch."""
     with tempfile.TemporaryDirectory() as folder:
-        table = token_table(num_rows)
-        path = Path(folder) / "rows"
         datasets.disable_progress_bars()
-        datasets.Dataset(table).save_to_disk(str(path), num_shards=1)
-        rows = datasets.load_from_disk(str(path))
+        rows = saved_dataset(Path(folder) / "rows", num_rows)
         dataset = TokenDataset(rows)
         sampler = MultipackBatchSampler(dataset.lengths, CAPACITY)
         yield Workload(rows, rows.with_format("torch"), dataset, [list(ids) for ids in sampler.begin()])
-
-
-def _trl() -> Callable[[Any], dict[str, torch.Tensor]]:
-    return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 
 
 def torch_loader(data: Workload, *, workers: int, tensors: bool = False) -> Iterator[Any]:
     rows = data.tensor_rows if tensors else data.rows
     more: dict[str, Any] = {"prefetch_factor": 4} if workers else {}
     return iter(
-        TorchDataLoader(rows, batch_sampler=data.bins, collate_fn=_trl(), num_workers=workers, **more)
+        TorchDataLoader(rows, batch_sampler=data.bins, collate_fn=trl_collator(), num_workers=workers, **more)
     )
 
 
 def stateful_loader(data: Workload) -> Iterator[Any]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return iter(StatefulDataLoader(data.rows, batch_sampler=data.bins, collate_fn=_trl()))
+    return iter(StatefulDataLoader(data.rows, batch_sampler=data.bins, collate_fn=trl_collator()))
 
 
 def spdl_loader(data: Workload) -> Iterator[Any]:
     from spdl.pipeline import PipelineBuilder
 
-    collate = _trl()
+    collate = trl_collator()
     builder = PipelineBuilder().add_source(data.bins).pipe(data.rows.__getitems__).pipe(collate).add_sink(4)
     pipeline = builder.build(num_threads=1)
     with pipeline.auto_stop():
@@ -94,7 +69,7 @@ def spdl_loader(data: Workload) -> Iterator[Any]:
 def grain_loader(data: Workload) -> Iterator[Any]:
     import grain
 
-    collate, rows = _trl(), data.rows
+    collate, rows = trl_collator(), data.rows
     batches = grain.MapDataset.source(data.bins).map(lambda ids: collate(rows.__getitems__(ids)))
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     return iter(batches.to_iter_dataset(read_options=options))
