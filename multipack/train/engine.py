@@ -153,6 +153,8 @@ class _TorchEngine(Engine):
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
+                if key.startswith("qmap"):
+                    continue  # bitsandbytes' table of 8-bit codes: a constant, one memory for all parameters
                 state[key] = value if isinstance(value, Tensor) else torch.tensor(value)
                 tensors[f"optimizer.{names[parameter]}.{key}"] = state[key]
         return tensors
