@@ -158,6 +158,11 @@ def _check_engine(config: TrainConfig) -> None:
             f"deepspeed ({config.deepspeed}) and zero_stage {config.zero_stage} / offload {config.offload} are both given. The stage and "
             "the offloading of a DeepSpeed run stand in its JSON file: remove zero_stage and offload, or deepspeed."
         )
+    if config.optimizer == "adamw_bnb_8bit" and config.zero_stage >= 2:
+        raise ValueError(
+            f"optimizer adamw_bnb_8bit with zero_stage {config.zero_stage}: bitsandbytes cannot update parameters that are sharded. "
+            "Set zero_stage to 0 or 1 or deepspeed to a file, or optimizer to adamw_torch."
+        )
     if config.offload and config.zero_stage < 2:
         raise ValueError(
             f"offload is true with zero_stage {config.zero_stage}; only sharded parameters can wait in host memory. Set zero_stage to 2 or 3."

@@ -150,6 +150,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lr_scheduler": "constant", "warmup_steps": 3}, "Use constant_with_warmup"),
     ({"warmup_steps": 30, "max_steps": 20}, r"warmup_steps \(30\) is above max_steps \(20\)"),
     ({"deepspeed": "z.json", "zero_stage": 2}, "deepspeed .z.json. and zero_stage 2"),
+    ({"optimizer": "adamw_bnb_8bit", "zero_stage": 2}, "optimizer adamw_bnb_8bit with zero_stage 2"),
     ({"offload": True, "zero_stage": 1}, "offload is true with zero_stage 1"),
     ({"load_in_4bit": True}, "none is set. Set adapter"),
     ({"adapter": "lora"}, "which layers are adapted"),
