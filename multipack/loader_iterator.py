@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -108,9 +107,7 @@ class LoaderIterator(Iterator[Any]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _yield(self, mark: Any) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -98,9 +97,7 @@ class Prefetcher(Generic[T]):
     def __enter__(self) -> Prefetcher[T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -159,9 +156,7 @@ class PrefetchIterator(Iterator[T]):
     def __enter__(self) -> PrefetchIterator[T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _take(self) -> _Outcome | None:
