@@ -53,7 +53,11 @@ def test_axolotl_3848_a_dropped_short_batch_leaves_the_slot_count() -> None:
         MultipackBatchSampler([], 10, bins_per_batch=2, drop_last=True)
     for method in METHODS:
         assert (len(pack([], 10, method=method)), pack([], 10, method=method).efficiency) == (0, 0.0)
-    assert (len(EpochPlan([], 10)), EpochPlan([], 10).efficiency, EpochPlan([], 10).bins(0, 5)) == (0, 0.0, [])
+    assert (len(EpochPlan([], 10)), EpochPlan([], 10).efficiency, EpochPlan([], 10).bins(0, 5)) == (
+        0,
+        0.0,
+        [],
+    )
 
 
 def test_axolotl_1516_default_packing_reaches_the_lower_bound_where_next_fit_wastes_a_tenth() -> None:
@@ -121,7 +125,11 @@ def test_torchtune_1689_rows_beyond_twice_the_capacity_split() -> None:
     assert positions[:2] == [list(range(60))] * 2
     last = collate(split.__getitems__([2]))
     assert last["position_ids"][0, 0] == 0
-    assert last["cu_seq_lens_q"].tolist() == [0, 1, 60]  # one token, and the 59 of padding see only each other
+    assert last["cu_seq_lens_q"].tolist() == [
+        0,
+        1,
+        60,
+    ]  # one token, and the 59 of padding see only each other
     assert last["num_tokens"] == 1
     many = TokenDataset(rows_of([30] * 10 + [61]), max_length=60, overlong="split")
     assert many.lengths.tolist() == [30] * 10 + [60, 1]
@@ -201,7 +209,9 @@ def test_360_llama_factory_27_place_in_the_epoch_says_nothing_of_length(method: 
     plans = [EpochPlan(lengths, 256, epoch=epoch, method=method) for epoch in range(12)]
     bins = [[rows.tolist() for rows in plan.bins(0, len(plan))] for plan in plans]
     # Chance alone gives the 200 bins of one epoch a correlation of 0.07, their mean over 12 epochs one of 0.02.
-    correlations = [np.corrcoef(range(len(plan)), [lengths[rows].max() for rows in plan])[0, 1] for plan in bins]
+    correlations = [
+        np.corrcoef(range(len(plan)), [lengths[rows].max() for rows in plan])[0, 1] for plan in bins
+    ]
     assert abs(np.mean(correlations)) < 0.1
     assert all(sorted(row for rows in plan for row in rows) == list(range(1000)) for plan in bins)
     assert bins[0] != bins[1]

@@ -158,7 +158,9 @@ def test_grain_1178_a_state_from_the_start_gives_the_same_order(taken: int) -> N
     assert epoch(second) == whole[taken:]
 
 
-def test_torchft_292_fewer_ranks_go_on_and_are_told_of_the_smaller_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_torchft_292_fewer_ranks_go_on_and_are_told_of_the_smaller_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     four = dealt(64, 2, 4)
     seen = [row for sampler in four for batch in take(sampler, 3) for row in batch]
     states = [sampler.state_dict() for sampler in four]
@@ -173,7 +175,10 @@ def test_torchft_292_fewer_ranks_go_on_and_are_told_of_the_smaller_step(caplog: 
     assert sorted(seen + [row for batches in rest for batch in batches for row in batch]) == list(range(64))
     (record,) = caplog.records  # of rank 0 alone
     assert record.levelno == logging.WARNING
-    assert "had 4 batches (4 ranks x 1 micro-steps) when the state was saved and has 2 now" in record.getMessage()
+    assert (
+        "had 4 batches (4 ranks x 1 micro-steps) when the state was saved and has 2 now"
+        in record.getMessage()
+    )
 
 
 def test_prime_rl_1035_one_number_serves_all_ranks() -> None:

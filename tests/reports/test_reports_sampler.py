@@ -110,7 +110,10 @@ def test_lhotse_1277_a_tail_with_fewer_examples_than_ranks(packing: bool) -> Non
 
 def test_accelerate_4122_len_is_what_every_rank_yields() -> None:
     assert [len(batches) for batches in dealt(in_order(3, 2), 2, "pad")] == [1, 1]  # batches of 2 a rank
-    assert [len(batches) for batches in dealt(in_order(3, 1), 2, "pad")] == [2, 2]  # 2 a micro-step, as in the report
+    assert [len(batches) for batches in dealt(in_order(3, 1), 2, "pad")] == [
+        2,
+        2,
+    ]  # 2 a micro-step, as in the report
     for count, size, ranks in itertools.product(range(1, 14), (1, 2, 3, 5), (1, 2, 3, 5)):
         for drop_last, tail in itertools.product((False, True), ("even", "pad", "drop")):
             num_batches = count // size if drop_last else -(-count // size)
@@ -125,7 +128,7 @@ def test_accelerate_4122_len_is_what_every_rank_yields() -> None:
 
 def test_accelerate_358_a_global_batch_that_the_ranks_do_not_divide() -> None:
     """A batch is a rank's everywhere but in PPO, so only there can the two disagree."""
-    with pytest.raises(ValueError, match="8 prompts for 3 ranks.* Use 6 or 9"):
+    with pytest.raises(ValueError, match=r"8 prompts for 3 ranks.* Use 6 or 9"):
         PPOSizes(
             num_replicas=3,
             rollout_batch_size=8,
@@ -177,7 +180,9 @@ def test_training_625_ranks_share_one_permutation() -> None:
     """Seeds that differ between ranks are found by `check_agreement`; see the ranks' test."""
     ranks = dealt(MultipackBatchSampler(np.full(100_000, 20), 2000, seed=3), 4, "even")
     rows = [{row for batch in batches for row in batch} for batches in ranks]
-    assert sum(map(len, rows)) == len(set.union(*rows)) == 100_000  # independent orders would show 68 % of them
+    assert (
+        sum(map(len, rows)) == len(set.union(*rows)) == 100_000
+    )  # independent orders would show 68 % of them
     prints = [MultipackBatchSampler(np.full(100_000, 20), 2000, seed=rank).fingerprint for rank in range(4)]
     assert len(set(prints)) == 4
     with pytest.raises(ValueError, match="RandomSampler has no generator"):
@@ -204,7 +209,9 @@ def test_bergson_352_each_epoch_has_its_own_order_without_set_epoch(ranks: int) 
     assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
 
 
-@pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "worker_type": "process"}])
+@pytest.mark.parametrize(
+    "way", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "worker_type": "process"}]
+)
 def test_openrlhf_1355_the_ambient_random_state_has_no_say(way: dict[str, Any]) -> None:
     orders = set()
     for drawn in (0, 1, 5):
@@ -304,7 +311,9 @@ def test_sentence_transformers_3348_an_estimated_length_is_an_error(announced: i
         assert len(ours) == len(list(ours))
 
 
-@pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "worker_type": "process"}])
+@pytest.mark.parametrize(
+    "way", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "worker_type": "process"}]
+)
 def test_grain_1129_workers_do_not_change_what_is_dropped(way: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(12), batch_size=4, drop_last=True, **way)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]

@@ -27,7 +27,9 @@ from multipack.train.update_plan import num_optimizer_steps, plan_step, step_row
 from multipack.train.windows import CountingCollator, epoch_steps, steps_left, windows
 
 
-def sizes(ranks: int, rollout: int, train: int, mode: Literal["epochs", "steps"] = "epochs", updates: int = 1) -> PPOSizes:
+def sizes(
+    ranks: int, rollout: int, train: int, mode: Literal["epochs", "steps"] = "epochs", updates: int = 1
+) -> PPOSizes:
     return PPOSizes(
         num_replicas=ranks,
         rollout_batch_size=rollout,
@@ -48,7 +50,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_colossalai_5066_a_buffer_below_the_training_batch_is_no_success() -> None:
     """Our train_batch_size counts all ranks: the report's 32 a rank on 8 ranks are 256."""
-    with pytest.raises(ValueError, match=r"collects 64 sequences .* is 256 over 8 ranks \(32 a rank\): 64 < 256"):
+    with pytest.raises(
+        ValueError, match=r"collects 64 sequences .* is 256 over 8 ranks \(32 a rank\): 64 < 256"
+    ):
         sizes(8, rollout=64, train=256)
     enough = sizes(8, rollout=256, train=256)
     assert (enough.prompts_per_rank, enough.steps_per_iteration) == (32, 1)
@@ -56,7 +60,9 @@ def test_colossalai_5066_a_buffer_below_the_training_batch_is_no_success() -> No
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_transformers_34242_micro_batches_weigh_by_their_tokens(two_ranks: list[dict[str, Any]], stage: int) -> None:
+def test_transformers_34242_micro_batches_weigh_by_their_tokens(
+    two_ranks: list[dict[str, Any]], stage: int
+) -> None:
     # 2 tokens of loss 1.0 on one rank, 8 of 2.0 on the other: 18 / 10; a mean of means says 1.5.
     answers = [rank[f"2 of 1.0 and 8 of 2.0, stage {stage}"] for rank in two_ranks]
     assert answers == pytest.approx([1.8, 1.8])
@@ -64,7 +70,9 @@ def test_transformers_34242_micro_batches_weigh_by_their_tokens(two_ranks: list[
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_prime_rl_1960_a_lonely_token_weighs_as_any_other(two_ranks: list[dict[str, Any]], stage: int) -> None:
+def test_prime_rl_1960_a_lonely_token_weighs_as_any_other(
+    two_ranks: list[dict[str, Any]], stage: int
+) -> None:
     # 5 tokens of loss 1.0 and 1 of 7.0: 12 / 6; a mean of means says 4.0.
     answers = [rank[f"5 of 1.0 and 1 of 7.0, stage {stage}"] for rank in two_ranks]
     assert answers == pytest.approx([2.0, 2.0])
@@ -78,13 +86,18 @@ def test_megatron_lm_7207_evaluation_sums_before_it_divides(two_ranks: list[dict
 
 
 @pytest.mark.distributed
-def test_simpletuner_3095_ranks_of_different_batch_sizes_are_gathered(two_ranks: list[dict[str, Any]]) -> None:
+def test_simpletuner_3095_ranks_of_different_batch_sizes_are_gathered(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for rank in two_ranks:
         assert rank["1 of 4.0 and 3 of 2.0"] == [pytest.approx(2.5), 4]
 
 
 @pytest.mark.distributed
-def test_training_625_and_axolotl_1966_on_two_ranks(two_ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks_find_differing_seeds_and_need_none_to_know_their_length(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    # mlcommons/training#625 and axolotl-ai-cloud/axolotl#1966, whose other halves are among the samplers' reports.
     # 5 rows of 3 tokens fit a bin of 16: 40 bins, 20 a rank, asked for by rank 0 while rank 1 was silent.
     assert two_ranks[0]["alone"] == two_ranks[1]["alone"]
     assert two_ranks[0]["alone"][0] == 20
@@ -162,7 +175,9 @@ def test_deepspeed_6914_the_global_batch_is_never_written_twice(tmp_path: Path) 
     file = tmp_path / "zero.json"
     run = {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "bf16": False}
     zero = {"zero_optimization": {"stage": 2}}
-    file.write_text(json.dumps(zero | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}))
+    file.write_text(
+        json.dumps(zero | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1})
+    )
     assert "train_batch_size" not in read_deepspeed_file(str(file), **run)
     file.write_text(json.dumps(zero | {"train_batch_size": 8}))
     with pytest.raises(ValueError, match="sets train_batch_size, which the run sets itself"):
@@ -196,7 +211,9 @@ def test_xtuner_1393_as_many_steps_as_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("num_prompts", "expected"), [(30, [16, 14]), (20, [16, 4]), (10, [10])])
-def test_labs_molt_85_an_episode_takes_each_prompt_once_and_ends(num_prompts: int, expected: list[int]) -> None:
+def test_labs_molt_85_an_episode_takes_each_prompt_once_and_ends(
+    num_prompts: int, expected: list[int]
+) -> None:
     assert list(collect_sizes(num_prompts, 16, num_episodes=1)) == expected
     run = sizes(1, rollout=16, train=1)
     steps = list(deal_prompts(run, num_prompts, num_episodes=2, seed=0, rank=0))
@@ -214,6 +231,8 @@ def test_unsloth_zoo_832_ranks_generate_from_different_prompts() -> None:
 
 def test_absolute_zero_reasoner_14_filtered_prompts_below_the_batch() -> None:
     run = sizes(1, rollout=64, train=32)
-    with pytest.raises(ValueError, match=r"64 prompts, 40 of them dropped as too long, leave 24; .* is 32: 24 < 32"):
+    with pytest.raises(
+        ValueError, match=r"64 prompts, 40 of them dropped as too long, leave 24; .* is 32: 24 < 32"
+    ):
         check_prompts(run, num_prompts=24, num_dropped=40, num_episodes=1)
     check_prompts(sizes(1, rollout=64, train=24), num_prompts=24, num_dropped=40, num_episodes=1)
