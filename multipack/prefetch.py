@@ -188,7 +188,7 @@ class PrefetchIterator(Iterator[T]):
                         f"Item {self._next_index} did not come for {work.timeout:g} s, so its source may hang. Give a longer "
                         f"timeout, or see where it stands:\n{work.stacks()}"
                     ) from None
-                if not work.is_alive() and work.made.empty():
+                if not any(thread.is_alive() for thread in work.threads) and work.made.empty():
                     raise RuntimeError(
                         f"All {len(work.threads)} threads of {work.name} are gone without a word before item "
                         f"{self._next_index}: this process cannot get more items. Make a new iterator."
@@ -360,18 +360,11 @@ class _Work:
                 self.made.get_nowait()
         self.made.put(None)
 
-    def is_alive(self) -> bool:
-        return any(thread.is_alive() for thread in self.threads)
-
     def stacks(self) -> str:
         """Where each living thread stands now."""
-        frames = sys._current_frames()
-        parts = []
-        for thread in self.threads:
-            frame = frames.get(thread.ident or 0)
-            if frame is not None:
-                parts.append(f"Thread {thread.name}:\n" + "".join(traceback.format_stack(frame)))
-        return "".join(parts) or "(no thread is left)"
+        frames = {thread.name: sys._current_frames().get(thread.ident or 0) for thread in self.threads}
+        stacks = [f"Thread {name}:\n" + "".join(traceback.format_stack(f)) for name, f in frames.items() if f]
+        return "".join(stacks) or "(no thread is left)"
 
 
 def _run(work: _Work, number: int) -> None:
