@@ -201,6 +201,10 @@ class PPOTrainer:
         tokens = int(experience.rollouts.lengths.sum())
         operations = self._operations.of_iteration(tokens, result.num_tokens)
         slots = result.num_micro_steps * self._config.micro_batch_tokens * dist.get_world_size()
+
+        def tera(operations: float, seconds: float) -> float:
+            return _rate(operations, seconds) / dist.get_world_size() / 1e12
+
         return {
             **experience.metrics(),
             "kl_coef": self.kl.coefficient,
@@ -216,7 +220,9 @@ class PPOTrainer:
                 result.num_sequences, (shares["train"] + shares["wait"]) * seconds
             ),
             "trained_tokens_per_s": _rate(result.num_tokens, (shares["train"] + shares["wait"]) * seconds),
-            "tflops": operations / seconds / dist.get_world_size() / 1e12,
+            "tflops": tera(sum(operations.values()), seconds),
+            "generation_tflops": tera(operations["generation"], shares["generation"] * seconds),
+            "train_tflops": tera(operations["train"], (shares["train"] + shares["wait"]) * seconds),
         }
 
 
@@ -230,11 +236,13 @@ class _Operations:
         self._actor: int = sum(p.numel() for p in model.actor.parameters())
         self._update = flops_per_token(self._weights, trained)
 
-    def of_iteration(self, collected_tokens: int, trained_tokens: int) -> float:
-        """Generation (2 for each weight of the actor and token), scoring by policy and reference, and the updates."""
-        generation: float = 2.0 * self._actor
-        scoring: float = 2.0 * (self._weights + self._actor)
-        return collected_tokens * (generation + scoring) + trained_tokens * self._update
+    def of_iteration(self, collected_tokens: int, trained_tokens: int) -> dict[str, float]:
+        """By phase: generation (2 for each weight of the actor and token), scoring by policy and reference, updates."""
+        return {
+            "generation": 2.0 * self._actor * collected_tokens,
+            "scoring": 2.0 * (self._weights + self._actor) * collected_tokens,
+            "train": self._update * trained_tokens,
+        }
 
 
 def _mean_shares(phases: Phases, seconds: float) -> Mapping[str, float]:
@@ -244,5 +252,5 @@ def _mean_shares(phases: Phases, seconds: float) -> Mapping[str, float]:
     return dict(zip(_PHASES.values(), (shares / dist.get_world_size()).tolist(), strict=True))
 
 
-def _rate(count: int, seconds: float) -> float:
+def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else float("nan")
