@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from multipack.sampler import DistributedBatchSampler, EpochSampler, MultipackBatchSampler
+from multipack.epoch import EpochSampler
+from multipack.sampler import DistributedBatchSampler, MultipackBatchSampler
 
 State = dict[str, Any]
 Pairs = Iterable[tuple[Any, Any]]  # what to make a batch of, and a mark that says where it is

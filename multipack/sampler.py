@@ -9,137 +9,23 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from numpy.typing import ArrayLike
-from torch.utils.data import DistributedSampler, Sampler
 
 from multipack.balance import BALANCE_MODES, BalanceMode, deal
 from multipack.batches import Batches, ListedBatches, PlanBatches
 from multipack.distributed import check_not_dealt_again, check_rank_unchanged, rank_and_world_size
+from multipack.epoch import STATE_VERSION, EpochSampler
+from multipack.foreign import as_announced, check_foreign, order_follows_epoch
 from multipack.packing import PackMethod
 from multipack.plan import EpochPlan
 from multipack.tail import TAILS, BatchIndices, Tail, redeal
 
-__all__ = ["BatchIndices", "DistributedBatchSampler", "EpochSampler", "MultipackBatchSampler"]
-
-STATE_VERSION = 1
+__all__ = ["BatchIndices", "DistributedBatchSampler", "MultipackBatchSampler"]
 
 _logger = logging.getLogger(__name__)
-
-
-class EpochForwarder:
-    """What frameworks find under `batch_sampler.sampler`: it passes `set_epoch` on."""
-
-    def __init__(self, batch_sampler: EpochSampler) -> None:
-        self._batch_sampler = batch_sampler
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the batch sampler."""
-        self._batch_sampler.set_epoch(epoch)
-
-
-class EpochSampler(Sampler[list[int]], ABC):
-    """Epoch and position of a batch sampler; what both samplers share.
-
-    `begin` gives the batches of the current epoch and changes nothing, so a prefetching loader may run ahead with it;
-    `advance` counts one batch as handed to the consumer, and moves on to the next epoch behind the last one. Epoch and
-    state therefore follow what was consumed, on every rank alike, however far prefetchers ran ahead. Plain iteration does
-    both.
-    """
-
-    # Invariant: _done batches were consumed since _origin, the global position (batch, micro-step) where this pass began;
-    # _resume is where the next pass begins, other than at the start only until a loaded position was made use of.
-    batch_size = None
-    drop_last: bool
-
-    def __init__(self) -> None:
-        self._epoch = 0
-        self._resume = self._origin = (0, 0)
-        self._done = 0
-
-    @property
-    def epoch(self) -> int:
-        """Epoch that `begin` yields: names the order of the data."""
-        return self._epoch
-
-    @property
-    def sampler(self) -> EpochForwarder:
-        """An object whose `set_epoch` reaches this sampler: frameworks look for it here."""
-        return EpochForwarder(self)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; the epoch it already is in keeps its position, as after `load_state_dict`."""
-        if epoch < 0:
-            raise ValueError(f"epoch is {epoch}, below 0.")
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._resume = self._origin = (0, 0)
-            self._done = 0
-
-    def begin(self) -> Iterator[BatchIndices]:
-        """Batches of the current epoch from its start, or from a loaded position."""
-        self._origin, self._done = self._resume, 0
-        return self._batches_from(*self._origin)
-
-    def advance(self) -> None:
-        """Count one batch as consumed; behind the last one the next epoch begins."""
-        self._resume = (0, 0)
-        self._done += 1
-        if not self._has_more(*self._origin, self._done):
-            self.set_epoch(self._epoch + 1)
-
-    def __iter__(self) -> Iterator[BatchIndices]:
-        for batch in self.begin():
-            self.advance()
-            yield batch
-
-    @property
-    @abstractmethod
-    def remaining(self) -> int:
-        """Batches that `begin` would yield now."""
-
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """What the order of batches depends on besides epoch and ranks, as canonical JSON."""
-
-    @abstractmethod
-    def _batches_from(self, start: int, micro_step: int) -> Iterator[BatchIndices]: ...
-
-    @abstractmethod
-    def _has_more(self, start: int, micro_step: int, done: int) -> bool: ...
-
-    def _go_to(self, epoch: int, start: int, micro_step: int) -> None:
-        """Take a loaded position; one behind the last batch is the start of the next epoch."""
-        self.set_epoch(epoch)
-        self._resume = self._origin = (start, micro_step)
-        self._done = 0
-        if not self._has_more(start, micro_step, 0):
-            self.set_epoch(epoch + 1)
-
-    def _check_fingerprint(self, state: dict[str, Any]) -> None:
-        """Refuse the state of other data."""
-        if not isinstance(state, dict) or "version" not in state or "fingerprint" not in state:
-            raise ValueError(f"this is not the state of a multipack sampler: {_shorten(state)}.")
-        if state["version"] != STATE_VERSION:
-            raise ValueError(
-                f"the state has version {state['version']}, this multipack reads version {STATE_VERSION}."
-            )
-        if state["fingerprint"] == self.fingerprint:
-            return
-        ours, theirs = json.loads(self.fingerprint), json.loads(state["fingerprint"])
-        differing = [
-            f"{key} ({theirs.get(key)!r} in the state, {ours.get(key)!r} here)"
-            for key in sorted(ours.keys() | theirs.keys())
-            if ours.get(key) != theirs.get(key)
-        ]
-        raise ValueError(
-            f"the state belongs to another order of the data: {', '.join(differing)}. Going on would repeat or lose rows: "
-            "build the sampler with the same inputs, or start without the state."
-        )
 
 
 class MultipackBatchSampler(EpochSampler):
@@ -243,8 +129,8 @@ class MultipackBatchSampler(EpochSampler):
         Raises:
             ValueError: the state is of another version or of other data; names what differs.
         """
-        self._check_fingerprint(state)
-        self._go_to(int(state["epoch"]), int(state["batches"]), 0)
+        self.check_fingerprint(state)
+        self.go_to(int(state["epoch"]), int(state["batches"]), 0)
 
     def _batches_from(self, start: int, micro_step: int) -> Iterator[BatchIndices]:
         batches = self.batches
@@ -313,7 +199,11 @@ class DistributedBatchSampler(EpochSampler):
         self.hidden_size = hidden_size
         self.drop_last = tail == "drop"
         if not isinstance(batch_sampler, MultipackBatchSampler):
-            _check_foreign(batch_sampler, balance)
+            if isinstance(batch_sampler, DistributedBatchSampler):
+                raise TypeError(
+                    "the batch sampler is already dealt to ranks: each rank would get a share of its share."
+                )
+            check_foreign(batch_sampler, balance)
         self._check_not_empty()
 
     @property
@@ -324,7 +214,7 @@ class DistributedBatchSampler(EpochSampler):
     @property
     def is_resumable(self) -> bool:
         """Whether a position can be saved: the wrapped sampler must name its order by the epoch alone."""
-        return isinstance(self.batch_sampler, MultipackBatchSampler) or _order_follows_epoch(
+        return isinstance(self.batch_sampler, MultipackBatchSampler) or order_follows_epoch(
             self.batch_sampler
         )
 
@@ -394,7 +284,7 @@ class DistributedBatchSampler(EpochSampler):
             ValueError: the state is of another version or of other data (names what differs), or was saved inside a
                 balanced optimizer step of other ranks.
         """
-        self._check_fingerprint(state)
+        self.check_fingerprint(state)
         dealing = ("num_replicas", "accumulate", "balance", "balance_window")
         if state.get("micro_steps", 0) and any(state[key] != getattr(self, key) for key in dealing):
             now = {key: getattr(self, key) for key in dealing}
@@ -404,7 +294,7 @@ class DistributedBatchSampler(EpochSampler):
                 "Save after a whole optimizer step, or load with the same dealing."
             )
         self._report_change_of_step(state)
-        self._go_to(int(state["epoch"]), int(state["batches"]), int(state.get("micro_steps", 0)))
+        self.go_to(int(state["epoch"]), int(state["batches"]), int(state.get("micro_steps", 0)))
 
     def _report_change_of_step(self, state: dict[str, Any]) -> None:
         """Say, once for all ranks, that an optimizer step now holds more or fewer batches: the learning rate may not fit."""
@@ -425,7 +315,9 @@ class DistributedBatchSampler(EpochSampler):
     def _batches(self) -> Batches:
         inner = self.batch_sampler
         self._forward_epoch()
-        return inner.batches if isinstance(inner, MultipackBatchSampler) else ListedBatches(_as_announced(inner))
+        return (
+            inner.batches if isinstance(inner, MultipackBatchSampler) else ListedBatches(as_announced(inner))
+        )
 
     def _forward_epoch(self) -> None:
         for target in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
@@ -535,58 +427,3 @@ class DistributedBatchSampler(EpochSampler):
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} {value!r} is none of {', '.join(map(repr, choices))}.")
-
-
-def _check_foreign(batch_sampler: Any, balance: BalanceMode) -> None:
-    """Refuse batch samplers whose ranks could not agree."""
-    if isinstance(batch_sampler, DistributedBatchSampler):
-        raise TypeError(
-            "the batch sampler is already dealt to ranks: each rank would get a share of its share."
-        )
-    if not isinstance(batch_sampler, Sized):
-        raise TypeError(
-            f"{type(batch_sampler).__qualname__} has no length, so ranks could not know when to stop. "
-            "Give it __len__, or use StreamPacker for data of unknown length."
-        )
-    if balance != "none":
-        raise ValueError(
-            f"balance={balance!r} needs the costs of batches, which {type(batch_sampler).__qualname__} does not know. "
-            "Use MultipackBatchSampler, or balance='none'."
-        )
-    for sampler in (batch_sampler, getattr(batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-            raise ValueError(
-                f"the batch sampler's DistributedSampler already deals rows to {sampler.num_replicas} ranks: each rank would "
-                "get a share of its share. Give it a sampler over all rows."
-            )
-        if getattr(sampler, "generator", ...) is None:
-            raise ValueError(
-                f"{type(sampler).__qualname__} has no generator: it would draw another order on each rank, and rows would be "
-                "repeated and lost. Pass generator=torch.Generator().manual_seed(seed), the same on every rank."
-            )
-
-
-def _as_announced(batch_sampler: Any) -> Iterator[list[int]]:
-    """The batches of a foreign sampler, which must be as many as its `len` says: steps are planned with it."""
-    announced, count = len(batch_sampler), 0
-    for batch in batch_sampler:
-        count += 1
-        if count > announced:
-            break
-        yield batch
-    if count != announced:
-        raise ValueError(
-            f"{type(batch_sampler).__qualname__} has a length of {announced} but gives {'more' if count > announced else count} "
-            "batches: ranks and schedules that count on the length would wait or stop short. Make its __len__ exact."
-        )
-
-
-def _order_follows_epoch(batch_sampler: Any) -> bool:
-    """Whether a foreign batch sampler has the same order whenever it is at the same epoch."""
-    chain = [batch_sampler, getattr(batch_sampler, "sampler", None)]
-    return any(hasattr(s, "set_epoch") for s in chain) or all(not hasattr(s, "generator") for s in chain)
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -95,10 +95,9 @@ def test_equal_counts_and_each_row_once(
             sampler.set_epoch(epoch)
         total = len(samplers[0].batch_sampler)
         dealt = [list(sampler.begin()) for sampler in samplers]
-    except ValueError as error:
+    except ValueError:
         assert tail in ("drop", "error")
         assert (total < num_replicas) if tail == "drop" else total % num_replicas
-        assert str(num_replicas) in str(error)  # noqa: PT017 (which of two calls raises depends on the epoch)
         return
     steps = total // num_replicas if tail == "drop" else -(-total // num_replicas)
     assert [len(batches) for batches in dealt] == [steps] * num_replicas
@@ -111,8 +110,10 @@ def test_equal_counts_and_each_row_once(
     assert len(set(seen)) == len(seen)
     if tail != "drop":
         assert seen == list(range(num_rows))
-    repeats = sum(batch.repeated for batches in dealt for batch in batches)
-    assert repeats == 0 or tail == "pad" or (tail == "even" and num_rows < num_replicas)
+    assert not any(batch.repeated for batches in dealt for batch in batches[:-1])
+    last = [batches[-1] for batches in dealt]
+    if tail == "even":  # repeats only when the last micro-step has fewer sequences than there are ranks
+        assert any(batch.repeated for batch in last) == (len(rows([last])) < num_replicas)
 
 
 @pytest.mark.parametrize("balance", BALANCE_MODES)
@@ -297,8 +298,7 @@ def test_one_sequence_on_four_ranks_counts_once():
         (
             lambda: DistributedBatchSampler(packed(), num_replicas=2000, rank=0, tail="drop", accumulate=2),
             ValueError,
-            r"400 sequences of \d+ tokens make (\d+) bins of 64 tokens.*2000 ranks \(accumulate=2\).*"
-            r"zero steps.*Use at most \1 ranks",
+            r"400 sequences of \d+ tokens make (\d+) bins.*2000 ranks \(accumulate=2\).*zero steps.*at most \1 ranks",
         ),
         (
             lambda: DistributedBatchSampler(
