@@ -52,6 +52,11 @@ CELLS = {
 }
 
 
+def even_share(prompts, responses):
+    """A reward by name: the share of even tokens."""
+    return [sum(token % 2 == 0 for token in row["input_ids"]) / len(row["input_ids"]) for row in responses]
+
+
 def config_of(cell: str, folder: Path) -> PPOConfig:
     return PPOConfig(**BASE | CELLS[cell] | {"output_dir": str(folder / cell)})
 
