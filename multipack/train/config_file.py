@@ -20,7 +20,7 @@ import yaml
 
 Config = TypeVar("Config")
 
-_OFF = (None, False, "", [], {})
+_OFF: tuple[Any, ...] = (None, False, "", [], {})
 _OPTIONS = ("config", "help", "print_config")
 
 
