@@ -18,7 +18,7 @@ constexpr std::array<int, kNumElements> element_bytes{0, 1, 2, 4, 8, 1, 2, 4, 8,
 constexpr std::array<int, kNumOutputs> output_bytes{1, 8, 4};
 
 /// How many sequences ahead values are asked for.
-constexpr size_t kAhead = 2;
+constexpr size_t kAhead = 4;
 
 constexpr int index(Element element) { return static_cast<int>(element); }
 constexpr int index(Output output) { return static_cast<int>(output); }
@@ -88,6 +88,16 @@ void row_lengths(const Column& column, std::span<const int64_t> rows, std::span<
 
 namespace {
 
+/// Bytes for some elements of a sequence, few enough to stay in the first cache.
+using Block = std::array<std::byte, 1024>;
+
+/// Calls `use(first, count)` for each block of a sequence.
+template <class Use>
+void for_blocks(int64_t length, Use use) {
+    constexpr int64_t size = std::tuple_size_v<Block>;
+    for (int64_t first = 0; first < length; first += size) use(first, std::min(size, length - first));
+}
+
 /// The elements of one column that the sequences of a batch need, found before any is copied: the cache
 /// misses on the offsets overlap, and the values of the next sequences can be fetched while one is copied.
 class Source {
@@ -110,31 +120,24 @@ class Source {
     Element element() const { return column_.element(); }
     const std::byte* data(size_t k) const { return at(k, slices_[k].begin); }
 
-    /// Ask for the beginning of sequence k; the processor streams on by itself.
-    void prefetch(size_t k) const {
+    /// Ask for the first 4 KiB of sequence k; the processor streams on by itself. Always inlined, because gcc
+    /// takes a function that only prefetches for one without effect and drops the call.
+    MULTIPACK_INLINE void prefetch(size_t k) const {
 #if defined(__GNUC__)
         if (k >= slices_.size()) return;
-        constexpr int64_t line = 64, most = 32 * line;
+        constexpr int64_t line = 64, most = 64 * line;
         const std::byte* begin = data(k);
         const int64_t bytes = std::min(most, at(k, slices_[k].begin + slices_[k].length) - begin);
         for (int64_t i = 0; i < bytes; i += line) __builtin_prefetch(begin + i);
 #endif
     }
 
-    /// Calls `use(bytes, first, count)` on the elements of sequence k, bits unpacked to bytes block by block.
-    template <class Use>
-    void for_blocks(size_t k, Use use) const {
-        const Slice& slice = slices_[k];
-        if (element() != Element::bit) return use(data(k), int64_t{0}, slice.length);
-        std::array<std::byte, 1024> bytes;
-        for (int64_t first = 0; first < slice.length; first += bytes.size()) {
-            const int64_t count = std::min<int64_t>(bytes.size(), slice.length - first);
-            for (int64_t i = 0; i < count; ++i) {
-                const int64_t bit = slice.begin + first + i;
-                bytes[i] = slice.values[bit >> 3] >> (bit & 7) & std::byte{1};
-            }
-            use(bytes.data(), first, count);
-        }
+    /// Elements `first` to `first + count` of sequence k; bits are unpacked to bytes in `block`.
+    const std::byte* elements(size_t k, int64_t first, int64_t count, Block& block) const {
+        const int64_t begin = slices_[k].begin + first;
+        if (element() != Element::bit) return at(k, begin);
+        unpack_bits(slices_[k].values, begin, count, block.data());
+        return block.data();
     }
 
   private:
@@ -177,27 +180,25 @@ void for_sequences(const Sequences& sequences, int64_t num_slots, Write write, P
     if (free < num_slots) pad(free, num_slots);
 }
 
-Convert converter(const Kernels& kernels, Element element, Output output) {
-    const Convert convert = kernels.convert[index(element)][index(output)];
-    if (convert == nullptr) throw std::invalid_argument("a column of floats cannot become int64");
-    return convert;
-}
-
-void write_row(const Source& source, size_t k, Convert convert, Output output, std::byte* out, int64_t row) {
-    source.for_blocks(k, [&](const std::byte* in, int64_t first, int64_t count) {
-        if (!convert(in, count, slot(out, output, first)))
-            throw std::invalid_argument("row " + std::to_string(row) + " holds a value above 2^63 - 1");
-    });
+template <class Kernel>
+Kernel checked(Kernel kernel) {
+    if (kernel == nullptr) throw std::invalid_argument("a column of floats cannot become int64");
+    return kernel;
 }
 
 void write_tokens(const TokenTask& task, const Sequences& sequences, int64_t num_slots,
                   const Kernels& kernels) {
     const Source source(*task.column, sequences);
-    const Convert convert = converter(kernels, source.element(), task.output);
+    const Convert convert = checked(kernels.convert[index(source.element())][index(task.output)]);
     const auto write = [&](size_t k) {
         source.prefetch(k + kAhead);
-        write_row(source, k, convert, task.output, slot(task.out, task.output, sequences.places[k]),
-                  sequences.rows[k]);
+        for_blocks(sequences.lengths[k], [&](int64_t first, int64_t count) {
+            Block block;
+            void* out = slot(task.out, task.output, sequences.places[k] + first);
+            if (!convert(source.elements(k, first, count, block), count, out))
+                throw std::invalid_argument("row " + std::to_string(sequences.rows[k]) +
+                                            " holds a value above 2^63 - 1");
+        });
     };
     const auto pad = [&](int64_t first, int64_t last) {
         fill(task.out, task.output, first, last, task.fill);
@@ -205,10 +206,25 @@ void write_tokens(const TokenTask& task, const Sequences& sequences, int64_t num
     for_sequences(sequences, num_slots, write, pad);
 }
 
+/// Which elements of a block all masks keep, as bytes; nullptr when there is no mask.
+const std::byte* kept_by_all(const std::vector<Source>& masks, size_t k, int64_t first, int64_t count,
+                             const Kernels& kernels, Block& kept) {
+    for (const Source& mask : masks) {
+        const Convert to_bytes = kernels.convert[index(mask.element())][index(Output::boolean)];
+        Block bits, bytes;
+        to_bytes(mask.elements(k, first, count, bits), count, bytes.data());
+        if (&mask == &masks.front())
+            kept = bytes;
+        else
+            for (int64_t i = 0; i < count; ++i) kept[i] &= bytes[i];
+    }
+    return masks.empty() ? nullptr : kept.data();
+}
+
 int64_t write_labels(const LabelTask& task, const Sequences& sequences, int64_t num_slots,
                      const Kernels& kernels) {
     const Source source(*task.column, sequences);
-    const Convert convert = converter(kernels, source.element(), task.output);
+    const Label label = checked(kernels.label[index(source.element())][index(task.output)]);
     std::vector<Source> masks;
     for (const Column* mask : task.masks) masks.emplace_back(*mask, sequences);
     const auto ignore = [&](int64_t first, int64_t last) {
@@ -217,18 +233,17 @@ int64_t write_labels(const LabelTask& task, const Sequences& sequences, int64_t 
     int64_t num_targets = 0;
     const auto write = [&](size_t k) {
         const int64_t place = sequences.places[k], length = sequences.lengths[k];
-        std::byte* out = slot(task.out, task.output, place);
+        const int64_t ignored = task.mask_first && length > 0;
         source.prefetch(k + kAhead);
-        write_row(source, k, convert, task.output, out, sequences.rows[k]);
-        for (const Source& mask : masks) {
-            const Mask apply = kernels.mask[index(mask.element())][index(task.output)];
-            mask.prefetch(k + kAhead);
-            mask.for_blocks(k, [&](const std::byte* in, int64_t first, int64_t count) {
-                apply(in, count, task.ignore_index, slot(out, task.output, first));
-            });
-        }
-        if (task.mask_first && length > 0) ignore(place, place + 1);
-        num_targets += kernels.count[index(task.output)](out, length, task.ignore_index);
+        for (const Source& mask : masks) mask.prefetch(k + kAhead);
+        ignore(place, place + ignored);
+        for_blocks(length - ignored, [&](int64_t first, int64_t count) {
+            Block block, kept;
+            first += ignored;
+            num_targets += label(source.elements(k, first, count, block),
+                                 kept_by_all(masks, k, first, count, kernels, kept), count, task.ignore_index,
+                                 slot(task.out, task.output, place + first));
+        });
     };
     for_sequences(sequences, num_slots, write, ignore);
     return num_targets;

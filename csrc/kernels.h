@@ -71,16 +71,45 @@ MULTIPACK_INLINE bool convert_loop(const std::byte* in, int64_t count, Out* out)
     return all_bits >> 63 == 0;
 }
 
-template <class In, class Label>
-MULTIPACK_INLINE void mask_loop(const std::byte* mask, int64_t count, Label ignore, Label* labels) {
-    for (int64_t i = 0; i < count; ++i) labels[i] = to<bool>(load<In>(mask, i)) ? labels[i] : ignore;
+/// Labels are the elements where `keep` is nonzero (everywhere if there is none), else `ignore`. Returns how
+/// many are not `ignore`; counting while writing spares reading the labels back, which would wait for their
+/// memory.
+template <class In, class Out>
+MULTIPACK_INLINE int64_t label_loop(const std::byte* in, const std::byte* keep, int64_t count, Out ignore,
+                                    Out* out) {
+    int64_t targets = 0;
+    if (keep == nullptr) {
+        for (int64_t i = 0; i < count; ++i) {
+            const Out label = to<Out>(load<In>(in, i));
+            out[i] = label;
+            targets += label != ignore;
+        }
+    } else {
+        for (int64_t i = 0; i < count; ++i) {
+            const Out label = keep[i] != std::byte{0} ? to<Out>(load<In>(in, i)) : ignore;
+            out[i] = label;
+            targets += label != ignore;
+        }
+    }
+    return targets;
 }
 
-template <class Label>
-MULTIPACK_INLINE int64_t count_loop(const Label* labels, int64_t count, Label ignore) {
-    int64_t others = 0;
-    for (int64_t i = 0; i < count; ++i) others += labels[i] != ignore;
-    return others;
+/// Eight bits from bit `first` on as eight bytes of 0 or 1, in the order of little-endian Arrow.
+MULTIPACK_INLINE uint64_t unpack_8_bits(const std::byte* bits, int64_t first) {
+    const auto low = static_cast<uint32_t>(bits[first >> 3]),
+               high = static_cast<uint32_t>(bits[(first + 7) >> 3]);
+    const uint64_t byte = ((low | high << 8) >> (first & 7)) & 0xff;
+    // Byte i of the product keeps bit i only; the addition moves it to the top of its byte.
+    return ((byte * 0x0101010101010101 & 0x8040201008040201) + 0x7f7f7f7f7f7f7f7f) >> 7 & 0x0101010101010101;
+}
+
+MULTIPACK_INLINE void unpack_bits(const std::byte* bits, int64_t first, int64_t count, std::byte* out) {
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        const uint64_t bytes = unpack_8_bits(bits, first + i);
+        std::memcpy(out + i, &bytes, 8);
+    }
+    for (; i < count; ++i) out[i] = bits[(first + i) >> 3] >> ((first + i) & 7) & std::byte{1};
 }
 
 MULTIPACK_INLINE void positions_loop(int64_t first, int64_t count, int64_t* out) {
@@ -88,8 +117,8 @@ MULTIPACK_INLINE void positions_loop(int64_t first, int64_t count, int64_t* out)
 }
 
 using Convert = bool (*)(const std::byte* in, int64_t count, void* out);
-using Mask = void (*)(const std::byte* mask, int64_t count, int64_t ignore, void* labels);
-using Count = int64_t (*)(const void* labels, int64_t count, int64_t ignore);
+using Label = int64_t (*)(const std::byte* in, const std::byte* keep, int64_t count, int64_t ignore,
+                          void* out);
 
 constexpr int kNumElements = 12;
 constexpr int kNumOutputs = 3;
@@ -99,30 +128,26 @@ constexpr int kNumOutputs = 3;
 struct Kernels {
     std::string_view name;
     std::array<std::array<Convert, kNumOutputs>, kNumElements> convert;
-    std::array<std::array<Mask, kNumOutputs>, kNumElements> mask;
-    std::array<Count, kNumOutputs> count;
+    std::array<std::array<Label, kNumOutputs>, kNumElements> label;
     void (*positions)(int64_t first, int64_t count, int64_t* out);
 };
 
 // The loops are inlined here, so that the compiler vectorises each for the set named in ATTRIBUTE. AVX-512
 // was measured and gains nothing over AVX2: the loops wait for memory.
-#define MULTIPACK_KERNELS(SET, ATTRIBUTE)                                                                   \
-    struct SET {                                                                                            \
-        template <class In, class Out>                                                                      \
-        ATTRIBUTE static bool convert(const std::byte* in, int64_t count, void* out) {                      \
-            return convert_loop<In, Out>(in, count, static_cast<Out*>(out));                                \
-        }                                                                                                   \
-        template <class In, class Label>                                                                    \
-        ATTRIBUTE static void mask(const std::byte* in, int64_t count, int64_t ignore, void* labels) {      \
-            mask_loop<In, Label>(in, count, static_cast<Label>(ignore), static_cast<Label*>(labels));       \
-        }                                                                                                   \
-        template <class Label>                                                                              \
-        ATTRIBUTE static int64_t count(const void* labels, int64_t count, int64_t ignore) {                 \
-            return count_loop<Label>(static_cast<const Label*>(labels), count, static_cast<Label>(ignore)); \
-        }                                                                                                   \
-        ATTRIBUTE static void positions(int64_t first, int64_t count, int64_t* out) {                       \
-            positions_loop(first, count, out);                                                              \
-        }                                                                                                   \
+#define MULTIPACK_KERNELS(SET, ATTRIBUTE)                                                                  \
+    struct SET {                                                                                           \
+        template <class In, class Out>                                                                     \
+        ATTRIBUTE static bool convert(const std::byte* in, int64_t count, void* out) {                     \
+            return convert_loop<In, Out>(in, count, static_cast<Out*>(out));                               \
+        }                                                                                                  \
+        template <class In, class Out>                                                                     \
+        ATTRIBUTE static int64_t label(const std::byte* in, const std::byte* keep, int64_t count,          \
+                                       int64_t ignore, void* out) {                                        \
+            return label_loop<In, Out>(in, keep, count, static_cast<Out>(ignore), static_cast<Out*>(out)); \
+        }                                                                                                  \
+        ATTRIBUTE static void positions(int64_t first, int64_t count, int64_t* out) {                      \
+            positions_loop(first, count, out);                                                             \
+        }                                                                                                  \
     };
 
 MULTIPACK_KERNELS(Baseline, )
@@ -132,15 +157,17 @@ MULTIPACK_KERNELS(Avx2, __attribute__((target("avx2"))))
 
 template <class Set>
 Kernels kernels_of(std::string_view name) {
-    Kernels kernels{
-        name, {}, {}, {nullptr, &Set::template count<int64_t>, &Set::template count<float>}, &Set::positions};
+    Kernels kernels{name, {}, {}, &Set::positions};
     const auto add = [&kernels]<class In>(Element element, std::type_identity<In>) {
-        auto& [to_boolean, to_int64, to_float32] = kernels.convert[static_cast<int>(element)];
-        to_boolean = &Set::template convert<In, bool>;
-        if constexpr (std::is_integral_v<In>) to_int64 = &Set::template convert<In, int64_t>;
-        to_float32 = &Set::template convert<In, float>;
-        kernels.mask[static_cast<int>(element)] = {nullptr, &Set::template mask<In, int64_t>,
-                                                   &Set::template mask<In, float>};
+        auto& convert = kernels.convert[static_cast<int>(element)];
+        auto& label = kernels.label[static_cast<int>(element)];
+        convert[static_cast<int>(Output::boolean)] = &Set::template convert<In, bool>;
+        convert[static_cast<int>(Output::float32)] = &Set::template convert<In, float>;
+        label[static_cast<int>(Output::float32)] = &Set::template label<In, float>;
+        if constexpr (std::is_integral_v<In>) {
+            convert[static_cast<int>(Output::int64)] = &Set::template convert<In, int64_t>;
+            label[static_cast<int>(Output::int64)] = &Set::template label<In, int64_t>;
+        }
     };
     add(Element::bit, std::type_identity<uint8_t>{});  // unpacked to bytes before
     add(Element::int8, std::type_identity<int8_t>{});
