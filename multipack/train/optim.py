@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,24 @@ class OptimizerSpec:
 def learning_rate_schedule(
     name: str, optimizer: torch.optim.Optimizer, *, warmup_steps: int, num_steps: int
 ) -> LambdaLR:
-    """Linear warm-up to the optimizer's rate, then `name`'s shape down to the last of `num_steps` optimizer steps."""
-    warmup = warmup_steps if name != "constant" else None
-    schedule: LambdaLR = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=num_steps)
-    return schedule
+    """Linear warm-up to the optimizer's rate, then `name`'s shape down to the last of `num_steps` optimizer steps.
+
+    The shapes are those of transformers' `get_scheduler`, whose import would load peft and bitsandbytes (4 s) for a formula.
+    """
+    shape = _SHAPES[name]
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return step / warmup_steps
+        return shape(min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps)))
+
+    return LambdaLR(optimizer, factor)
+
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "constant_with_warmup": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+"""Share of the highest rate by the share of the steps after the warm-up that is done."""
