@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
 
 from multipack.train.builtin_data import builtin_digest, builtin_rows
 from multipack.train.config import BUILTIN, DatasetConfig
@@ -53,20 +54,32 @@ def open_source(source: DatasetConfig, longest: int, scratch: Path) -> datasets.
         scratch: folder for Arrow copies of text files; must outlive the rows.
 
     Raises:
-        ValueError: no such file, a kind of file that cannot be read, or no such split.
+        ValueError: no such file, a kind of file that cannot be read, a file that is damaged or ends early, or no such split.
     """
     if source.path == BUILTIN:
         return datasets.Dataset.from_list(builtin_rows(longest))
     path = Path(source.path)
+    if not path.exists():
+        return _from_hub(source)
+    try:
+        return _open_files(path, source, scratch)
+    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, OSError, EOFError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, OSError) and cause.errno is not None:  # of the disk, not of the data
+            raise cause from None
+        raise ValueError(
+            f"{source.path} cannot be read: {cause}. If it is damaged or ends early, copy or write it again."
+        ) from error
+
+
+def _open_files(path: Path, source: DatasetConfig, scratch: Path) -> datasets.Dataset:
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         return _split_of(datasets.load_from_disk(str(path)), source)
     if path.is_dir():
         return datasets.load_dataset(str(path), source.name, split=source.split, cache_dir=str(scratch))
-    if path.is_file():
-        return datasets.load_dataset(
-            _builder(path), data_files=str(path), split=source.split, cache_dir=str(scratch)
-        )
-    return _from_hub(source)
+    return datasets.load_dataset(
+        _builder(path), data_files=str(path), split=source.split, cache_dir=str(scratch)
+    )
 
 
 def _builder(path: Path) -> str:
