@@ -22,3 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("shared"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def long_form() -> bool:
+    """Whether kills, interrupts and cuts come as often as a night allows, by the same switch as random examples."""
+    return os.environ.get("MULTIPACK_HYPOTHESIS") == "long"
