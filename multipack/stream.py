@@ -323,7 +323,7 @@ class _Pass:
         try:
             return len(row[self._packer.column])
         except (KeyError, TypeError, IndexError):
-            keys = sorted(row) if isinstance(row, Mapping) else type(row).__qualname__
+            keys = sorted(row) if isinstance(row, Mapping) else f"a {type(row).__qualname__}"
             raise TypeError(
                 f"row {self._num_read - 1} of the stream has no list of tokens in column {self._packer.column!r}, only {keys}."
             ) from None

@@ -65,7 +65,7 @@ def main(folder: Path) -> None:
 
     answer["streams"] = {tail: read_stream(rows, tail) for tail in ("pad", "drop")}
     try:  # rank 0 alone has rows
-        list(StreamPacker(rows[:1], 64))
+        list(StreamPacker([{"input_ids": rows[0]}], 64))
     except ValueError as error:
         answer["empty_stream"] = str(error)
 
