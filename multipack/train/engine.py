@@ -12,6 +12,7 @@ optimizer step, and so the gradient is that of one mean over them, however they 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -187,6 +188,14 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
+# Buffers are the same everywhere and stay so; torch 2.13 gave the switch another name.
+_NO_BUFFER_SYNC: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else {"broadcast_buffers": False}
+)
+
+
 class ReplicatedEngine(_TorchEngine):
     """Stages 0 and 1: every rank holds the model; DDP sums gradients once a step; stage 1 shares out the optimizer state."""
 
@@ -201,9 +210,7 @@ class ReplicatedEngine(_TorchEngine):
         self._bf16 = options.bf16
         self._ddp = None
         if self._world_size > 1:
-            self._ddp = DistributedDataParallel(
-                self.module, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            self._ddp = DistributedDataParallel(self.module, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC)
         self.model = self._ddp or self.module
         if options.zero_stage == 1:
             self.optimizer, self._local_optimizer = _shared_out(optimizer, self.module)

@@ -162,6 +162,7 @@ def windows(loader: DataLoader[Any], config: TrainConfig) -> Iterator[Window]:
             waited = time.perf_counter() - started
             left -= len(window)
             yield Window(window, epoch + 1 - left / whole, left == 0, waited)
+            del window  # freeing it later would be taken for waiting
         assert next(batches, None) is None
 
 
