@@ -98,7 +98,7 @@ def train(run: Run, device: torch.device) -> PPOTrainer:
         The trainer as the run left it. It must be gone before the process group is.
 
     Raises:
-        ValueError: the checkpoint does not fit.
+        ValueError: the checkpoint does not fit, or nothing is left to train.
         RuntimeError: generation, the reward or a check failed on some rank; every rank raises.
     """
     config, task = run.config, run.task
@@ -107,6 +107,11 @@ def train(run: Run, device: torch.device) -> PPOTrainer:
     trainer = PPOTrainer(model, task, config, run.sizes, run.options, device, _ptx(config, device))
     if run.checkpoint is not None:
         trainer.load(run.checkpoint)
+        if trainer.iteration >= run.num_iterations:
+            raise ValueError(
+                f"{run.checkpoint} is at iteration {trainer.iteration} of {run.num_iterations}: nothing would be trained. "
+                f"Raise num_episodes ({config.num_episodes}), or leave resume_from_checkpoint out."
+            )
     prompts = deal_prompts(
         run.sizes,
         len(task.prompts),

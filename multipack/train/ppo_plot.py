@@ -30,12 +30,7 @@ def plot_ppo(metrics_file: Path, picture: Path) -> None:
     figure = Figure(figsize=(11, 7), layout="constrained", facecolor="white")
     axes = figure.subplots(2, 2, sharex=True)
     _lines(axes[0, 0], records, ["reward"], "mean reward of a response")
-    _lines(
-        axes[0, 1],
-        records,
-        ["kl", "kl_coef"],
-        "divergence from the reference (nats a response), its coefficient",
-    )
+    _lines(axes[0, 1], records, ["kl"], "divergence from the reference (nats a response)")
     _lines(
         axes[1, 0],
         records,

@@ -46,7 +46,8 @@ class PPOReport:
         self._log.close()
         self._bar.close()
         plot_ppo(self._log.path, self._log.path.with_name("run.png"))
-        print(self.summary(), flush=True)
+        if self._rewards:
+            print(self.summary(), flush=True)
 
     def iteration(self, metrics: Mapping[str, float]) -> None:
         """Write one iteration and move the bar."""
@@ -75,9 +76,7 @@ class PPOReport:
         return math.fsum(last) / len(last) if last else math.nan
 
     def summary(self) -> str:
-        """One line about the iterations of this process."""
-        if not self._rewards:
-            return f"ppo: iteration {self._done}, nothing left to train"
+        """One line about the iterations of this process, of which there is at least one."""
         newest = self._newest
         return (
             f"ppo: iteration {self._done}, reward {self.last_reward:.4f} (mean of the last {len(self._rewards[-_LAST:])}), "

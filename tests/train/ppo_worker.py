@@ -1,11 +1,12 @@
 """Started by torchrun: PPO runs of a few iterations; rank 0 writes what came out.
 
-argv: output folder, then names of cells. A cell's result is a dict: the metrics of each iteration, all parameters of the
+argv: output folder, then names of cells; "text" is the configuration in `text.json` of that folder. A cell's result is a dict: the metrics of each iteration, all parameters of the
 networks, and the prompt rows that each rank was asked to reward; or the error of each rank.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,7 @@ CELLS = {
     "odd-0": ODD,
     "odd-3": ODD | {"zero_stage": 3},
     "lora-2": LORA | {"zero_stage": 2},
+    "deepspeed-3": {"deepspeed": str(Path(__file__).parents[2] / "examples/configs/deepspeed/zero3.json")},
 }
 
 
@@ -58,6 +60,8 @@ def even_share(prompts, responses):
 
 
 def config_of(cell: str, folder: Path) -> PPOConfig:
+    if cell == "text":
+        return PPOConfig(**json.loads((folder / "text.json").read_text()))
     return PPOConfig(**BASE | CELLS[cell] | {"output_dir": str(folder / cell)})
 
 
