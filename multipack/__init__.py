@@ -15,6 +15,7 @@ from multipack.balance import batch_cost, deal
 from multipack.collate import PackedCollator, PaddedCollator
 from multipack.dataset import Selection, TokenDataset
 from multipack.loader import DataLoader, packed_dataloader
+from multipack.micro_batches import MicroBatch, split_micro_batches
 from multipack.packing import Packing, lower_bound, pack
 from multipack.plan import EpochPlan, Forecast, forecast
 from multipack.prefetch import Prefetcher
@@ -31,6 +32,7 @@ __all__ = [
     "EpochPlan",
     "Forecast",
     "LoaderStats",
+    "MicroBatch",
     "MultipackBatchSampler",
     "PackedCollator",
     "Packing",
@@ -45,4 +47,5 @@ __all__ = [
     "lower_bound",
     "pack",
     "packed_dataloader",
+    "split_micro_batches",
 ]

@@ -116,6 +116,26 @@ def test_equal_counts_and_each_row_once(
         assert any(batch.repeated for batch in last) == (len(rows([last])) < num_replicas)
 
 
+@pytest.mark.parametrize("num_replicas", range(1, 7))
+def test_even_tails_for_every_small_number_of_bins(num_replicas):
+    """Two rows of half a bin each: n bins hold rows 0..2n-1."""
+    for num_bins in range(1, 15):
+        for accumulate in (1, 2, 3):
+            dealt = [
+                list(sampler)
+                for sampler in ranks_of(
+                    lambda: MultipackBatchSampler([4] * (2 * num_bins), 8),  # noqa: B023
+                    num_replicas,
+                    accumulate=accumulate,
+                )
+            ]
+            assert [len(batches) for batches in dealt] == [-(-num_bins // num_replicas)] * num_replicas
+            assert rows(dealt) == list(range(2 * num_bins))
+            last = [batches[-1] for batches in dealt]
+            left = num_bins % num_replicas or num_replicas
+            assert sum(batch.repeated for batch in last) == max(0, num_replicas - 2 * left)
+
+
 @pytest.mark.parametrize("balance", BALANCE_MODES)
 def test_an_optimizer_step_holds_the_same_rows_for_any_number_of_ranks(balance):
     def steps(num_replicas, accumulate):

@@ -6,15 +6,13 @@ ranks have the same number of micro-batches and no rank asks another.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from multipack.balance import batch_cost, deal
-from multipack.packing import pack
+from multipack.micro_batches import split_micro_batches
 from multipack.train.rollouts import IntArray
 
 UpdateMode = Literal["epochs", "steps"]
@@ -77,47 +75,10 @@ def plan_step(
         num_replicas: number of ranks.
         hidden_size: of the model; says how much attention adds to the cost of a long sequence.
     """
-    bins = _even_bins(lengths[rows], micro_batch_tokens, num_replicas)
-    num_repeats = -len(bins) % num_replicas
-    repeats = bins[:1] * num_repeats
-    costs = batch_cost(
-        [lengths[rows[b]].sum() for b in bins], [(lengths[rows[b]] ** 2).sum() for b in bins], hidden_size
+    split = split_micro_batches(
+        lengths[rows], micro_batch_tokens, num_replicas=num_replicas, hidden_size=hidden_size
     )
-    # Repeats cost less than anything, so that they share a micro-step.
-    dealt = deal(np.concatenate([costs, np.zeros(num_repeats)]), num_replicas, "sorted")
-    everything = [rows[b] for b in [*bins, *repeats]]
     return StepPlan(
-        micro_batches=[[everything[b] for b in micro_step] for micro_step in dealt],
-        repeated=[[bool(b >= len(bins)) for b in micro_step] for micro_step in dealt],
+        micro_batches=[[rows[batch.rows] for batch in micro_step] for micro_step in split],
+        repeated=[[batch.repeated for batch in micro_step] for micro_step in split],
     )
-
-
-def _even_bins(lengths: IntArray, capacity: int, num_replicas: int) -> list[IntArray]:
-    """Bins of similar size, a multiple of the ranks, as few as packing needs; fewer only if there are too few sequences."""
-    packing = pack(lengths, capacity, method="best_fit_decreasing")
-    packed = [np.asarray(packing[b], np.int64) for b in range(len(packing))]
-    num_bins = min(-(-len(packed) // num_replicas) * num_replicas, len(lengths))
-    spread = _longest_first(lengths, num_bins)
-    if max(int(lengths[rows].sum()) for rows in spread) <= capacity:
-        return spread
-    return _split_longest(packed, lengths, num_bins)
-
-
-def _longest_first(lengths: IntArray, num_bins: int) -> list[IntArray]:
-    """The longest sequence left goes to the bin with the fewest tokens (Graham 1969); bins may end above the capacity."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    emptiest = [(0, b) for b in range(num_bins)]
-    for row in np.argsort(-lengths, kind="stable"):
-        tokens, b = heapq.heappop(emptiest)
-        bins[b].append(int(row))
-        heapq.heappush(emptiest, (tokens + int(lengths[row]), b))
-    return [np.array(rows, np.int64) for rows in bins]
-
-
-def _split_longest(bins: list[IntArray], lengths: IntArray, num_bins: int) -> list[IntArray]:
-    """Halve the bins with the most tokens until there are `num_bins`, which is at most the number of sequences."""
-    while len(bins) < num_bins:
-        widest = max((b for b in range(len(bins)) if len(bins[b]) > 1), key=lambda b: lengths[bins[b]].sum())
-        halves = _longest_first(lengths[bins[widest]], 2)
-        bins = [*bins[:widest], *(bins[widest][half] for half in halves), *bins[widest + 1 :]]
-    return bins
