@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from multipack.distributed import rank_and_world_size
 from multipack.sampler import DistributedBatchSampler, MultipackBatchSampler
+from multipack.stream import StreamPacker
 
 
 class RankSampler(DistributedSampler[Any]):
@@ -34,11 +35,12 @@ class RankSampler(DistributedSampler[Any]):
 
 
 def is_dealt_to_ranks(loader: torch.utils.data.DataLoader[Any]) -> bool:
-    """Whether the batches of a loader are this rank's own share, by our sampler or by torch's. One share for all of several
-    ranks does not count."""
-    for sampler in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedBatchSampler | DistributedSampler):
-            return sampler.num_replicas > 1 or rank_and_world_size()[1] == 1
+    """Whether the batches of a loader are this rank's own share, by our sampler or stream or by torch's sampler. One share for
+    all of several ranks does not count."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    for dealer in (loader.dataset, loader.batch_sampler, loader.sampler, inner):
+        if isinstance(dealer, StreamPacker | DistributedBatchSampler | DistributedSampler):
+            return dealer.num_replicas > 1 or rank_and_world_size()[1] == 1
     return False
 
 

@@ -67,7 +67,9 @@ class LoaderIterator(Iterator[Any]):
         self._made = iter(prefetcher)
         self._copier = copier
         self._returned_at: float | None = None  # when the last batch was handed out
-        self._batches_left: int | None = None  # known while accelerate listens
+        self._batches_left: int | None = None  # known while accelerate listens, but not of a stream
+        self._looks_ahead = False
+        self._ahead: Made | None = None  # the batch after the next, if that one had to be looked for
         self._leave_accelerate: Callable[[], object] | None = None
 
     def __next__(self) -> Any:
@@ -77,7 +79,7 @@ class LoaderIterator(Iterator[Any]):
         queue_length, busy = self._made.ready, self._made.busy_seconds
         asked_at = perf_counter()
         try:
-            made = next(self._made)
+            made = self._take()
         except StopIteration:
             self._end()
             raise
@@ -110,6 +112,15 @@ class LoaderIterator(Iterator[Any]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _take(self) -> Made:
+        """The next batch. accelerate is to know the last one as it is yielded: of a stream only the lack of another tells."""
+        if not self._looks_ahead:
+            return next(self._made)
+        made = next(self._made) if self._ahead is None else self._ahead
+        self._ahead = next(self._made, None)
+        self._loader.end_of_dataloader = self._ahead is None
+        return made
+
     def _yield(self, mark: Any) -> None:
         if self._is_newest():  # an older pass may go on, but the loader has only one position
             self._loader._position.yielded(mark)
@@ -133,6 +144,7 @@ class LoaderIterator(Iterator[Any]):
             return
         self._loader.end_of_dataloader = False
         self._batches_left = self._loader._position.remaining()
+        self._looks_ahead = self._batches_left is None
         state._add_dataloader(self._loader)
         leave = weakref.finalize(self, state._remove_dataloader, self._loader)
         leave.atexit = False

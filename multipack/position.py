@@ -36,8 +36,8 @@ class Position(Protocol):
     def pairs(self) -> Pairs:
         """The pairs of the pass that was begun."""
 
-    def remaining(self) -> int:
-        """Batches that the pass just begun will yield."""
+    def remaining(self) -> int | None:
+        """Batches that the pass just begun will yield; None where nobody knows."""
 
     def yielded(self, mark: Any) -> None:
         """The batch with this mark went to the consumer."""
@@ -255,10 +255,8 @@ class StreamPosition:
         assert self._rows is not None
         return ((rows, self._dataset.state_dict() if self._is_stateful else None) for rows in self._rows)
 
-    def remaining(self) -> int:
-        raise TypeError(
-            f"{_name(self._dataset)} is an iterable data set, which has no known number of batches."
-        )
+    def remaining(self) -> None:
+        return None
 
     def yielded(self, mark: Any) -> None:
         self._batches += 1
