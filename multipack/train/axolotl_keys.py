@@ -70,7 +70,6 @@ ELSEWHERE: dict[str, str] = {
     "flex_attention": _ATTENTION,
     "fsdp": "set zero_stage",
     "fsdp_config": "set zero_stage and offload",
-    "ddp_timeout": "remove the key",
     "local_rank": "remove the key; torchrun says it",
     "torch_compile": "remove the key",
     "debug": "remove the key",

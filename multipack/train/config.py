@@ -165,6 +165,8 @@ class TrainConfig:
     """Keep parameters, gradients and optimizer state in host memory between uses; needs `zero_stage` 2 or 3."""
     deepspeed: str | None = None
     """DeepSpeed JSON file; trains with DeepSpeed and the file's stage instead of `zero_stage`."""
+    ddp_timeout: float = 1800.0
+    """Seconds that a rank waits for the others before it ends with an error."""
 
     # Adapters
     adapter: Literal["lora", "qlora"] | None = None

@@ -153,6 +153,8 @@ def _check_kernels(config: TrainConfig) -> None:
 
 
 def _check_engine(config: TrainConfig) -> None:
+    if config.ddp_timeout <= 0:
+        raise ValueError(f"ddp_timeout is {config.ddp_timeout}; give the seconds a rank may wait, above 0.")
     if config.deepspeed is not None and (config.zero_stage or config.offload):
         raise ValueError(
             f"deepspeed ({config.deepspeed}) and zero_stage {config.zero_stage} / offload {config.offload} are both given. The stage and "

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = plan_run(load_ppo_config(argv))
     except ValueError as error:
         raise SystemExit(f"ppo: {error}") from error
-    with process_group() as device:
+    with process_group(run.config.ddp_timeout) as device:
         train(run, device)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,10 @@ kills them and itself (`terminate called without an active exception`), which be
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[torch.device]:
+def process_group(timeout_s: float = 1800.0) -> Iterator[torch.device]:
     """Join the ranks that torchrun started, or make a group of one; gives this rank's device and leaves the group at the end.
 
+    A rank that waits for another one for more than `timeout_s` seconds ends with an error: a host that is cut off says nothing.
     Small integers are summed over gloo on the CPU, so that counting tokens never waits for the GPU. An error on one of several
     ranks ends its process without a farewell, which is how the others notice.
     """
@@ -30,7 +32,7 @@ def process_group() -> Iterator[torch.device]:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         yield device
         dist.barrier()
         dist.destroy_process_group()

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
     except ValueError as error:
         raise SystemExit(f"sft: {error}") from error
-    with process_group() as device:
+    with process_group(config.ddp_timeout) as device:
         try:
             run = plan_run(config, data, device)
         except ValueError as error:

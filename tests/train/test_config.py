@@ -152,6 +152,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"deepspeed": "z.json", "zero_stage": 2}, "deepspeed .z.json. and zero_stage 2"),
     ({"optimizer": "adamw_bnb_8bit", "zero_stage": 2}, "optimizer adamw_bnb_8bit with zero_stage 2"),
     ({"offload": True, "zero_stage": 1}, "offload is true with zero_stage 1"),
+    ({"ddp_timeout": 0}, "ddp_timeout is 0; give the seconds"),
     ({"load_in_4bit": True}, "none is set. Set adapter"),
     ({"adapter": "lora"}, "which layers are adapted"),
     (
