@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -108,14 +111,18 @@ def test_a_death_inside_a_save_leaves_a_whole_checkpoint(folder: Path, place: st
     assert steps_logged(folder) == [1, 2, 3, 4, 5, 6]
 
 
+def wait_for_first_step(folder: Path, processes: list[ForkServerProcess], said: Path) -> None:
+    metrics = folder / "out" / "metrics.jsonl"
+    while not metrics.exists() or not metrics.read_text():
+        assert ended(processes, limit_s=0) == [None] * len(processes), said.read_text()[-3000:]
+        time.sleep(0.02)
+
+
 @pytest.mark.distributed
 def test_a_rank_that_dies_ends_the_others_soon(folder: Path) -> None:
     said = folder / "said"
     with killed_at_the_end(start_ranks(2, keys(folder, num_epochs=50), said)) as processes:
-        metrics = folder / "out" / "metrics.jsonl"
-        while not metrics.exists() or not metrics.read_text():
-            assert ended(processes, limit_s=0) == [None, None], said.read_text()[-3000:]
-            time.sleep(0.02)
+        wait_for_first_step(folder, processes, said)
         processes[1].kill()
         started = time.monotonic()
         codes = ended(processes, limit_s=30)
@@ -123,3 +130,20 @@ def test_a_rank_that_dies_ends_the_others_soon(folder: Path) -> None:
     assert codes[0] not in (0, None)
     assert codes[1] == -9
     assert "Error" in said.read_text()
+
+
+@pytest.mark.distributed
+def test_a_rank_that_falls_silent_ends_the_others_within_their_timeout(folder: Path) -> None:
+    said = folder / "said"
+    arguments = keys(folder, num_epochs=50, ddp_timeout=3)
+    with killed_at_the_end(start_ranks(2, arguments, said)) as processes:
+        wait_for_first_step(folder, processes, said)
+        assert processes[1].pid is not None
+        os.kill(
+            processes[1].pid, signal.SIGSTOP
+        )  # its connections stay open, as those of a host that was cut off
+        started = time.monotonic()
+        processes[0].join(timeout=30)
+        assert 1.5 < time.monotonic() - started < 10
+        assert processes[0].exitcode not in (0, None)
+    assert "Timed out waiting 3000ms" in said.read_text()
