@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,6 +93,7 @@ class DeepSpeedEngine(Engine):
         self.optimizer = optimizer.build(model.parameters())
         self._eight_bit = optimizer.name == "adamw_bnb_8bit"
         self._stage: int = options.deepspeed["zero_optimization"]["stage"]
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where nobody launched ranks
         self._engine, *_ = deepspeed.initialize(
             model=self.module,
             optimizer=self.optimizer,

@@ -27,7 +27,13 @@ WORKER = Path(__file__).with_name("checkpoint_worker.py")
 def test_training_goes_on_with_other_ranks_and_other_engines(tmp_path):
     steps = [[sequence for micro in step for sequence in micro] for step in micro_batches()]
     losses, _, parameters = train_plainly(steps, MAX_GRAD_NORM, lr=LEARNING_RATE, **ADAMW)
-    saves = ["save:1:2:zero1", "save:2:2:zero2", "save:3-offload:2:zero3", "save:deepspeed-2:2:ds2"]
+    saves = [
+        "save:1:2:zero1",
+        "save:2:2:zero2",
+        "save:3-offload:2:zero3",
+        "save:deepspeed-2:2:ds2",
+        "load:deepspeed-3:3:zero1",
+    ]
     eight_bit = [
         f"{verb}:{cell}:8bit:{steps}:{cell}8"
         for cell in ("1", "deepspeed-2")
@@ -35,11 +41,12 @@ def test_training_goes_on_with_other_ranks_and_other_engines(tmp_path):
     ]
     run_ranks(2, WORKER, tmp_path, tmp_path / "saved.pt", *saves, *eight_bit)
     saved = torch.load(tmp_path / "saved.pt")
+    assert saved[saves[-1]]["losses"] == pytest.approx(losses[2:], abs=1e-6)
     for load in eight_bit[1::2]:  # without its state the optimizer would be off by 0.01
         assert saved[load]["losses"] == pytest.approx(losses[2:], abs=5e-4)
     for ranks, loads in (
-        (1, ["load:0:3:zero3", "load:3:3:zero1"]),
-        (4, ["load:1:3:zero1", "load:2:3:ds2", "load:deepspeed-3:3:zero2"]),
+        (1, ["load:0:3:zero3", "load:3:3:zero1", "load:deepspeed-2:3:zero2"]),
+        (4, ["load:1:3:zero1", "load:2:3:ds2"]),
     ):
         run_ranks(ranks, WORKER, tmp_path, tmp_path / "loaded.pt", *loads)
         for action, result in torch.load(tmp_path / "loaded.pt").items():

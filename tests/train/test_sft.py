@@ -18,7 +18,13 @@ import torch
 from helpers import SHARED
 from tiny_llama import sequence_losses
 from train.ranks import environment, run_ranks, torchrun
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from multipack.train import sft
 from multipack.train.builtin_data import byte_tokenizer
@@ -169,24 +175,64 @@ def test_validation_loss_is_the_mean_over_all_its_tokens(keys, tmp_path):
     assert lines[-1]["loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
 
 
-def test_qlora_configuration_trains_with_small_stand_ins(tmp_path, keys):
-    mistral = MistralConfig(
-        vocab_size=len(byte_tokenizer()), num_attention_heads=4, num_key_value_heads=2, **SHAPE
-    )
-    MistralForCausalLM(mistral).save_pretrained(tmp_path / "mistral")
-    byte_tokenizer().save_pretrained(tmp_path / "mistral")
-    config = Path(__file__).parents[2] / "examples" / "configs" / "mistral7b_qlora.yml"
+def small_stand_in(folder: Path, cls: type, config: type) -> Path:
+    """A folder with a model of that class and the tokenizer of bytes."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    cls(config(vocab_size=len(byte_tokenizer()), num_key_value_heads=2, **shape)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "config", "left"),
+    [
+        ("mistral7b_qlora", MistralForCausalLM, MistralConfig, "adapter_model.safetensors"),
+        ("tinyllama_fft", LlamaForCausalLM, LlamaConfig, "model.safetensors"),
+    ],
+)
+def test_history_configurations_train_with_small_stand_ins(tmp_path, keys, name, cls, config, left):
     del keys["overrides_of_model_config"], keys["lr_scheduler"]
-    more = {
-        "config": config,
-        "base_model": tmp_path / "mistral",
-        "warmup_steps": 1,
-        "max_steps": 3,
-        "bf16": "true",
-    }
-    lines = run(keys, **more, eval_steps=2, val_set_size=20, tokenizer_type="AutoTokenizer")
+    path = Path(__file__).parents[2] / "examples" / "configs" / f"{name}.yml"
+    stand_in = small_stand_in(tmp_path / "base", cls, config)
+    keys |= {"config": path, "base_model": stand_in, "warmup_steps": 1, "max_steps": 3, "bf16": "true"}
+    keys |= {"tokenizer_type": "AutoTokenizer", "special_tokens": "{}"}
+    lines = run(keys, eval_steps=2, val_set_size=20, micro_batch_size=2)
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert (Path(keys["output_dir"]) / "model" / "adapter_model.safetensors").exists()
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert (Path(keys["output_dir"]) / "model" / left).exists()
+
+
+@pytest.mark.distributed
+def test_what_engines_and_options_make_of_a_run_is_the_same_run(keys, tmp_path):
+    configs = Path(__file__).parents[2] / "examples" / "configs"
+    keys |= {"max_steps": 4, "gradient_accumulation_steps": 2}
+    lora = {"adapter": "lora", "lora_target_linear": "true"}
+    cells = {
+        "lora zero1": lora | {"zero_stage": 1},
+        "lora zero3": lora | {"zero_stage": 3, "gradient_checkpointing": "true"},
+        "lora deepspeed": lora | {"deepspeed": configs / "deepspeed" / "zero2.json"},
+        "zero2 sorted": {"zero_stage": 2, "balance": "sorted", "pad_to_sequence_len": "true"},
+        "zero3 bf16": {"zero_stage": 3, "bf16": "true"},
+        "deepspeed bf16": {"deepspeed": configs / "deepspeed" / "zero3.json", "bf16": "true"},
+    }
+    lines = [arguments(keys, output_dir=tmp_path / name, **more) for name, more in cells.items()]
+    run_ranks(2, Path(__file__).with_name("sft_worker.py"), json.dumps(lines))
+    found = {name: [line["loss"] for line in metrics(tmp_path / name)] for name in cells}
+
+    # One process, the same four bins a step.
+    keys |= {"gradient_accumulation_steps": 4}
+    right = [line["loss"] for line in run(keys)]
+    right_lora = [line["loss"] for line in run(keys | lora | {"output_dir": tmp_path / "lora"})]
+    for name, losses in found.items():
+        wanted, error = (right_lora if "lora" in name else right), (5e-3 if "bf16" in name else 2e-5)
+        assert losses == pytest.approx(wanted, abs=error), name
+    assert abs(right[-1] - right_lora[-1]) > 0.1
+    assert {line["num_slots"] for line in metrics(tmp_path / "zero2 sorted")} == {2 * 2 * 64}
+    for name in ("lora zero3", "lora deepspeed"):
+        assert (tmp_path / name / "model" / "adapter_model.safetensors").exists()
+    for name in ("zero3 bf16", "deepspeed bf16"):
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+        assert exported.config.architectures == ["LlamaForCausalLM"]
 
 
 def test_padded_batches_train_on_the_same_tokens(keys, tmp_path):
@@ -268,15 +314,13 @@ def test_a_loss_that_is_not_finite_ends_the_run(keys):
 
 
 @pytest.mark.shared
-@pytest.mark.distributed
-def test_gsm8k_with_a_real_tokenizer_trains_on_two_ranks(tmp_path):
+def test_gsm8k_with_a_real_tokenizer_trains(tmp_path):
     rows = gzip.decompress((SHARED / "data/text/gsm8k_train.jsonl.gz").read_bytes()).splitlines()[:300]
     (tmp_path / "gsm8k.jsonl.gz").write_bytes(gzip.compress(b"\n".join(rows) + b"\n"))
-    out = run_ranks(
-        2, "-m", "multipack.train", "sft", "--data", tmp_path / "gsm8k.jsonl.gz", "--tokenizer", SHARED / "data/tokenizers/smollm2",
-        "--output_dir", tmp_path / "out", "--dataset_prepared_path", tmp_path / "prepared", "--max_steps", "4",
-        "--learning_rate", "1e-2", "--overrides_of_model_config", json.dumps(SHAPE), "--zero_stage", "2",
-    )  # fmt: skip
-    assert "sft: step 4, " in out
-    losses = [line["loss"] for line in metrics(tmp_path / "out")]
+    keys = {
+        "data": tmp_path / "gsm8k.jsonl.gz", "tokenizer": SHARED / "data/tokenizers/smollm2", "output_dir": tmp_path / "out",
+        "dataset_prepared_path": tmp_path / "prepared", "overrides_of_model_config": json.dumps(SHAPE),
+    }  # fmt: skip
+    losses = [line["loss"] for line in run(keys, max_steps=6, learning_rate=1e-2)]
+    assert losses[0] == pytest.approx(math.log(49152), abs=0.5)
     assert losses[-1] < losses[0] - 0.3
