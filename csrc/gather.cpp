@@ -180,6 +180,14 @@ void for_sequences(const Sequences& sequences, int64_t num_slots, Write write, P
     if (free < num_slots) pad(free, num_slots);
 }
 
+void check_fits(const Source& source, const std::byte* in, int64_t count, int64_t row) {
+    if (source.element() != Element::uint64) return;
+    for (int64_t i = 0; i < count; ++i) {
+        if (load<uint64_t>(in, i) >> 63 != 0)
+            throw std::invalid_argument("row " + std::to_string(row) + " holds a value above 2^63 - 1");
+    }
+}
+
 template <class Kernel>
 Kernel checked(Kernel kernel) {
     if (kernel == nullptr) throw std::invalid_argument("a column of floats cannot become int64");
@@ -194,10 +202,9 @@ void write_tokens(const TokenTask& task, const Sequences& sequences, int64_t num
         source.prefetch(k + kAhead);
         for_blocks(sequences.lengths[k], [&](int64_t first, int64_t count) {
             Block block;
-            void* out = slot(task.out, task.output, sequences.places[k] + first);
-            if (!convert(source.elements(k, first, count, block), count, out))
-                throw std::invalid_argument("row " + std::to_string(sequences.rows[k]) +
-                                            " holds a value above 2^63 - 1");
+            const std::byte* in = source.elements(k, first, count, block);
+            check_fits(source, in, count, sequences.rows[k]);
+            convert(in, count, slot(task.out, task.output, sequences.places[k] + first));
         });
     };
     const auto pad = [&](int64_t first, int64_t last) {
@@ -240,9 +247,11 @@ int64_t write_labels(const LabelTask& task, const Sequences& sequences, int64_t 
         for_blocks(length - ignored, [&](int64_t first, int64_t count) {
             Block block, kept;
             first += ignored;
-            num_targets += label(source.elements(k, first, count, block),
-                                 kept_by_all(masks, k, first, count, kernels, kept), count, task.ignore_index,
-                                 slot(task.out, task.output, place + first));
+            const std::byte* in = source.elements(k, first, count, block);
+            check_fits(source, in, count, sequences.rows[k]);
+            const std::byte* keep = kept_by_all(masks, k, first, count, kernels, kept);
+            num_targets +=
+                label(in, keep, count, task.ignore_index, slot(task.out, task.output, place + first));
         });
     };
     for_sequences(sequences, num_slots, write, ignore);

@@ -59,16 +59,9 @@ MULTIPACK_INLINE Out to(In value) {
     }
 }
 
-/// Returns false when a value does not fit.
 template <class In, class Out>
-MULTIPACK_INLINE bool convert_loop(const std::byte* in, int64_t count, Out* out) {
-    uint64_t all_bits = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const In value = load<In>(in, i);
-        if constexpr (std::is_same_v<In, uint64_t> && std::is_same_v<Out, int64_t>) all_bits |= value;
-        out[i] = to<Out>(value);
-    }
-    return all_bits >> 63 == 0;
+MULTIPACK_INLINE void convert_loop(const std::byte* in, int64_t count, Out* out) {
+    for (int64_t i = 0; i < count; ++i) out[i] = to<Out>(load<In>(in, i));
 }
 
 /// Labels are the elements where `keep` is nonzero (everywhere if there is none), else `ignore`. Returns how
@@ -116,7 +109,7 @@ MULTIPACK_INLINE void positions_loop(int64_t first, int64_t count, int64_t* out)
     for (int64_t i = 0; i < count; ++i) out[i] = first + i;
 }
 
-using Convert = bool (*)(const std::byte* in, int64_t count, void* out);
+using Convert = void (*)(const std::byte* in, int64_t count, void* out);
 using Label = int64_t (*)(const std::byte* in, const std::byte* keep, int64_t count, int64_t ignore,
                           void* out);
 
@@ -137,8 +130,8 @@ struct Kernels {
 #define MULTIPACK_KERNELS(SET, ATTRIBUTE)                                                                  \
     struct SET {                                                                                           \
         template <class In, class Out>                                                                     \
-        ATTRIBUTE static bool convert(const std::byte* in, int64_t count, void* out) {                     \
-            return convert_loop<In, Out>(in, count, static_cast<Out*>(out));                               \
+        ATTRIBUTE static void convert(const std::byte* in, int64_t count, void* out) {                     \
+            convert_loop<In, Out>(in, count, static_cast<Out*>(out));                                      \
         }                                                                                                  \
         template <class In, class Out>                                                                     \
         ATTRIBUTE static int64_t label(const std::byte* in, const std::byte* keep, int64_t count,          \

@@ -7,6 +7,7 @@ with the data (nulls, unequal columns, over-long rows) is found here, before the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, SupportsIndex, overload
 
@@ -136,7 +137,7 @@ class TokenDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
         """One sequence: int64, float32 or bool tensors of shape [length], scalars of shape [], objects as they are."""
-        number = index.__index__()
+        number = operator.index(index)
         selection = self.__getitems__([number + len(self) if number < 0 else number])
         located = selection.locate()
         row: dict[str, Any] = {name: read(column, located) for name, column in self._readers.tokens.items()}
@@ -159,11 +160,13 @@ class TokenDataset(Dataset[dict[str, Any]]):
         return Selection(self, numbers, bin_offsets, getattr(ids, "repeated", False))
 
     def locate(self, ids: npt.NDArray[np.int64]) -> Located:
+        """Where the collator finds these sequences."""
         rows = ids if self._table_rows is None else self._table_rows[ids]
         starts = None if self._starts is None else self._starts[ids]
         return Located(rows, starts, self.lengths[ids].astype(np.int64))
 
     def source_rows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Row of the source of each of these sequences, as `rows[ids]` but without making `rows`."""
         return ids if self._rows is None else self._rows[ids]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -252,7 +255,7 @@ def _read_columns(source: Source, column: str) -> Columns:
             columns.scalars[key] = read_numbers(values)
         else:
             columns.objects[key] = values
-    if source.table.column_names.count("input_ids") and column != "input_ids":
+    if column != "input_ids" and "input_ids" in source.table.column_names:
         raise ValueError(
             f"{column!r} becomes 'input_ids', but there is another column of this name: leave it out by `columns`"
         )
@@ -277,7 +280,8 @@ def _read_lengths(columns: Columns, source: Source) -> npt.NDArray[Any]:
         rows = np.arange(first, last) if source.index_map is None else source.index_map[first:last]
         block = _lengths_of(columns.tokens["input_ids"], rows)
         for name, column in columns.tokens.items():
-            _check_equal_lengths(name, block, _lengths_of(column, rows), first)
+            if name != "input_ids":
+                _check_equal_lengths(name, block, _lengths_of(column, rows), first)
         lengths = _widen(lengths, int(block.max()))
         lengths[first:last] = block
     return lengths
@@ -311,6 +315,6 @@ def _widen(lengths: npt.NDArray[Any], longest: int) -> npt.NDArray[Any]:
 def _table_rows(
     rows: npt.NDArray[np.int64] | None, index_map: npt.NDArray[np.int64] | None
 ) -> npt.NDArray[np.int64] | None:
-    if index_map is None or rows is None:
-        return rows if index_map is None else index_map
-    return index_map[rows]
+    if index_map is None:
+        return rows
+    return index_map if rows is None else index_map[rows]

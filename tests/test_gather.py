@@ -84,6 +84,10 @@ def test_unsigned_values_above_int64_are_an_error():
     assert gather_tokens(column, [0], None, [1], [0], 1, np.int64).tolist() == [1]
     with pytest.raises(ValueError, match=r"row 1 holds a value above 2\^63 - 1"):
         gather_tokens(column, [1], None, [1], [0], 1, np.int64)
+    gather = _core.Gather(int64(1), None, int64(1), int64(0), 1)
+    gather.labels(column, [], np.empty(1, np.int64), -100, False)
+    with pytest.raises(ValueError, match=r"row 1 holds a value above 2\^63 - 1"):
+        gather.run()
 
 
 @st.composite
