@@ -40,6 +40,7 @@ class _Slots:
     """First slot of each sequence, ascending."""
     boundaries: npt.NDArray[np.int32] | None = None
     """Where segments begin, and the number of slots; None: no positions are made."""
+    first_position: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +59,33 @@ class _Collator:
     def _batch(self, selection: Selection, located: Located, slots: _Slots) -> Batch:
         columns = selection.dataset.readers
         _check_columns(columns, located)
-        num_slots = slots.shape[0] * slots.shape[1]
-        gather = _core.Gather(located.rows, located.starts, located.lengths, slots.places, num_slots)
         batch: Batch = {}
+        num_targets = self._write_tokens(batch, columns, located, slots)
+        for name, column in columns.scalars.items():
+            batch[name] = read_scalars(column, located)
+        for name, values in columns.objects.items():
+            batch[name] = [values[row].as_py() for row in located.rows.tolist()]
+        if "labels" in columns.scalars:
+            num_targets = int((batch["labels"] != self.ignore_index).sum())
+        if selection.repeated:
+            batch["labels"].fill_(self.ignore_index)
+            num_targets = 0
+        if self.return_indices:
+            batch["indices"] = torch.from_numpy(selection.source_rows())
+        batch["num_tokens"] = int(located.lengths.sum())
+        batch["num_sequences"] = len(selection)
+        batch["num_target_tokens"] = num_targets
+        return batch
+
+    def _write_tokens(self, batch: Batch, columns: Columns, located: Located, slots: _Slots) -> int:
+        """Make all tensors of one number a slot; returns the number of labels that are targets."""
 
         def new(name: str, dtype: torch.dtype) -> npt.NDArray[Any]:
             batch[name] = torch.empty(slots.shape, dtype=dtype)
             return batch[name].numpy()  # type: ignore[no-any-return]
 
+        num_slots = slots.shape[0] * slots.shape[1]
+        gather = _core.Gather(located.rows, located.starts, located.lengths, slots.places, num_slots)
         tokens = columns.tokens["input_ids"]
         gather.tokens(tokens.reader, new("input_ids", _wide(tokens)), self.pad_token_id)
         label_column, masks = _label_columns(columns)
@@ -78,27 +98,8 @@ class _Collator:
                 gather.tokens(column.reader, new(name, column.dtype), 0)
         if slots.boundaries is not None:
             positions, seq_idx = new("position_ids", torch.int64), new("seq_idx", torch.int32)
-            gather.segments(slots.boundaries, positions, seq_idx, self._first_position(), slots.shape[1])
-        num_targets = gather.run()
-
-        for name, column in columns.scalars.items():
-            batch[name] = read_scalars(column, located)
-        for name, values in columns.objects.items():
-            batch[name] = [values[row].as_py() for row in located.rows.tolist()]
-        if label_column is None:
-            num_targets = int((batch["labels"] != self.ignore_index).sum())
-        if selection.repeated:
-            batch["labels"].fill_(self.ignore_index)
-            num_targets = 0
-        if self.return_indices:
-            batch["indices"] = torch.from_numpy(selection.source_rows())
-        batch["num_tokens"] = int(located.lengths.sum())
-        batch["num_sequences"] = len(selection)
-        batch["num_target_tokens"] = num_targets
-        return batch
-
-    def _first_position(self) -> int:
-        return 0
+            gather.segments(slots.boundaries, positions, seq_idx, slots.first_position, slots.shape[1])
+        return gather.run()
 
     def _as_selection(self, features: Sequence[Mapping[str, Any]]) -> Selection:
         if not isinstance(features, Selection):
@@ -184,9 +185,6 @@ class PackedCollator(_Collator):
             batch["cu_seq_lens_real"] = torch.from_numpy(real.astype(np.int32))
         return batch
 
-    def _first_position(self) -> int:
-        return self.position_start
-
     def _flat_slots(self, stored: npt.NDArray[np.int64], num_bins: int) -> _Slots:
         ends = np.cumsum(stored)
         used = int(ends[-1])
@@ -204,7 +202,7 @@ class PackedCollator(_Collator):
         boundaries[0] = 0
         boundaries[1 : len(ends) + 1] = ends
         boundaries[-1] = num_slots
-        return _Slots((1, num_slots), ends - stored, boundaries)
+        return _Slots((1, num_slots), ends - stored, boundaries, self.position_start)
 
     def _row_slots(self, stored: npt.NDArray[np.int64], bin_offsets: npt.NDArray[np.int64]) -> _Slots:
         assert self.capacity is not None
@@ -219,7 +217,7 @@ class PackedCollator(_Collator):
         places = ends[:-1] + np.repeat(first_slots - ends[bin_offsets[:-1]], np.diff(bin_offsets))
         padding = (first_slots + used)[used < self.capacity]
         boundaries = np.sort(np.concatenate((places, padding, [num_slots]))).astype(np.int32)
-        return _Slots((num_bins, self.capacity), places, boundaries)
+        return _Slots((num_bins, self.capacity), places, boundaries, self.position_start)
 
 
 @dataclass(frozen=True, kw_only=True)
