@@ -189,7 +189,8 @@ def measure(
             print(f"iteration {trainer.iteration}: {metrics['seconds']:.1f} s", file=sys.stderr)
     results = {"run": averaged(trainer.history)}
     if arguments.compare:
-        results["generation"] = compare_generation(trainer, task, sizes, config, rounds=3)
+        if sizes.num_replicas > 1:
+            results["generation"] = compare_generation(trainer, task, sizes, config, rounds=3)
         results["update"] = compare_updates(
             trainer.engine, fresh_experience(trainer, task, sizes, config), config, model.hidden_size, 3
         )
@@ -258,15 +259,13 @@ def report(arguments: argparse.Namespace, sizes: PPOSizes, results: dict[str, di
             "| compared, alternating, 3 rounds | ours | rival | ratio (lowest..highest) |",
             "|---|---|---|---|",
         ]
-        for title, found, ours, theirs in (
-            (
-                "generation, distinct samples/s: sharded over redundant",
-                results["generation"],
-                "sharded",
-                "redundant",
-            ),
-            ("update samples/s: packed over padded", results["update"], "packed", "padded"),
+        for title, name, ours, theirs in (
+            ("generation, distinct samples/s: sharded over redundant", "generation", "sharded", "redundant"),
+            ("update samples/s: packed over padded", "update", "packed", "padded"),
         ):
+            if name not in results:
+                continue
+            found = results[name]
             row = (
                 f"| {title} | {found[f'{ours}_samples_per_s']:.2f} | {found[f'{theirs}_samples_per_s']:.2f} | "
                 f"**{found[f'{ours}_over_{theirs}']:.2f}x** ({found['lowest']:.2f}..{found['highest']:.2f}) |"
