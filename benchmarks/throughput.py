@@ -47,15 +47,21 @@ def main() -> None:
     parser.add_argument(
         "--simulate-step", type=float, metavar="MS", help="milliseconds of an accelerator's step"
     )
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=ENGINES,
+        help="all; of a sleep only `1 rank` and zero2, as all are alike",
+    )
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the zero engines")
     parser.add_argument("--steps", type=int, help="timed steps of a cell")
     parser.add_argument("--rounds", type=int, default=3, help="how often each cell is measured")
     arguments = parser.parse_args()
     settings = settings_of(arguments.simulate_step, arguments.steps, arguments.rounds)
+    chosen = arguments.engines or (ENGINES if arguments.simulate_step is None else ("1 rank", "zero2"))
     cells = []
     for ranks, engines in ((1, ["1 rank"]), (arguments.ranks, list(ENGINES[1:]))):
-        wanted = [engine for engine in engines if engine in arguments.engines]
+        wanted = [engine for engine in engines if engine in chosen]
         if wanted:
             cells += measured(ranks, replace(settings, engines=wanted))
     print(report(cells, settings, arguments.ranks))
