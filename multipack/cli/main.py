@@ -1,0 +1,221 @@
+"""Commands and their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args
+
+from multipack.cli.inspection import Inspection, Question, inspect
+from multipack.cli.measure import Measured, measure, open_tokens
+from multipack.cli.scan import Progress, Scanned, scan, tokenizer_of
+from multipack.packing import MethodName
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0 if all went well, 2 after an error that the user can mend."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"multipack: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    _need("matplotlib", "--plot", asked=options.plot is not None)
+    _need("rich", "the tables", asked=not options.json, otherwise=" or ask for --json")
+    found = inspect(
+        _scan(options).lengths,
+        Question(
+            capacity=options.capacity,
+            ranks=options.ranks,
+            accumulate=options.accumulate,
+            bins_per_batch=options.bins_per_batch,
+            method=options.method,
+            seed=options.seed,
+            overlong=options.overlong,
+            padded_rows=options.padded_rows,
+            hidden_size=options.hidden_size,
+        ),
+    )
+    if options.plot is not None:
+        from multipack.cli.picture import draw
+
+        draw(found, _name(options.paths), options.plot)
+    if options.json:
+        print(json.dumps(_numbers(found), indent=2))
+        return
+    from rich.console import Console
+
+    from multipack.cli.tables import show
+
+    console = Console()
+    show(found, _name(options.paths), console)
+    if options.plot is not None:
+        console.print(f"picture: {options.plot}", highlight=False)
+
+
+def _bench(options: argparse.Namespace) -> None:
+    _need("rich", "the table", asked=not options.json, otherwise=" or ask for --json")
+    scanned = _scan(options)
+    tokens = open_tokens(
+        options.paths, scanned, split=options.split, capacity=options.capacity, overlong=options.overlong
+    )
+    with _progress(options) as progress:
+        measured = measure(
+            tokens,
+            capacity=options.capacity,
+            bins_per_batch=options.bins_per_batch,
+            method=options.method,
+            workers=options.workers,
+            step_ms=options.step_ms,
+            seconds=options.seconds,
+            progress=progress,
+        )
+    if options.json:
+        print(json.dumps({"tokens": tokens.description, "measured": [_flat(m) for m in measured]}, indent=2))
+        return
+    from rich.console import Console
+
+    from multipack.cli.tables import show_measured
+
+    show_measured(measured, _name(options.paths), tokens.description, Console())
+
+
+def _scan(options: argparse.Namespace) -> Scanned:
+    tokenise = None if options.tokenizer is None else tokenizer_of(options.tokenizer)
+    with _progress(options) as progress:
+        return scan(
+            options.paths, column=options.column, split=options.split, tokenise=tokenise, progress=progress
+        )
+
+
+def _numbers(found: Inspection) -> dict[str, Any]:
+    parts = ("question", "rows", "bins", "steps", "padded")
+    numbers: dict[str, Any] = {name: asdict(getattr(found, name)) for name in parts}
+    return numbers | {"balance": [asdict(balance) for balance in found.balance]}
+
+
+def _flat(measured: Measured) -> dict[str, Any]:
+    return asdict(measured) | {"shortest_step_ms": measured.shortest_step_ms}
+
+
+def _name(paths: Sequence[Path]) -> str:
+    return paths[0].name if len(paths) == 1 else f"{paths[0].name} and {len(paths) - 1} more"
+
+
+def _need(package: str, what: str, *, asked: bool, otherwise: str = "") -> None:
+    if asked and find_spec(package) is None:
+        raise ValueError(f"{what} need {package}, which is not installed: pip install {package}{otherwise}.")
+
+
+@contextmanager
+def _progress(options: argparse.Namespace) -> Iterator[Progress]:
+    """A bar on a terminal; nothing where nobody looks."""
+    if options.json or not sys.stderr.isatty():
+        yield lambda name, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="multipack", description="Pack, deal and feed token sequences.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    inspecting = commands.add_parser(
+        "inspect",
+        help="what packing does with a data set",
+        description="Plan an epoch over your data: bins, steps, what padding would cost, what waiting costs.",
+    )
+    _add_data(inspecting)
+    inspecting.add_argument("--ranks", type=_positive, default=1, help="processes that train (1)")
+    inspecting.add_argument(
+        "--accumulate", type=_positive, default=1, help="batches of an optimizer step (1)"
+    )
+    inspecting.add_argument("--seed", type=int, default=0)
+    inspecting.add_argument(
+        "--padded-rows",
+        type=_positive,
+        metavar="N",
+        help="rows of the padded batches to compare with (as many tokens as a packed batch)",
+    )
+    inspecting.add_argument(
+        "--hidden-size", type=_positive, default=4096, help="of the model, for the cost of attention (4096)"
+    )
+    inspecting.add_argument("--plot", type=Path, metavar="OUT.PNG", help="write a picture")
+    inspecting.set_defaults(run=_inspect)
+    measuring = commands.add_parser(
+        "bench",
+        help="how fast this machine feeds it",
+        description="Run the loader on this machine, flat out and behind a training loop of a given step time.",
+    )
+    _add_data(measuring)
+    measuring.add_argument(
+        "--step-ms", type=_positive_float, default=20.0, help="time of a training step (20)"
+    )
+    measuring.add_argument(
+        "--workers",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2],
+        metavar="N",
+        help="numbers of threads to try (0 1 2)",
+    )
+    measuring.add_argument("--seconds", type=_positive_float, default=2.0, help="of each measurement (2)")
+    measuring.set_defaults(run=_bench)
+    return parser
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    """What both commands ask of the data."""
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="a folder of save_to_disk or of data files; .parquet, .arrow, .jsonl[.gz]; .npy of lengths",
+    )
+    parser.add_argument("--capacity", type=_positive, required=True, help="token slots of a bin")
+    parser.add_argument("--bins-per-batch", type=_positive, default=1, help="bins of a batch (1)")
+    parser.add_argument(
+        "--column", help="token lists, lengths, text or conversations (a usual name is looked for)"
+    )
+    parser.add_argument("--split", help="of a saved DatasetDict (train)")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer for text and conversations")
+    parser.add_argument(
+        "--overlong",
+        choices=("drop", "truncate", "split"),
+        default="drop",
+        help="what becomes of rows above the capacity (drop)",
+    )
+    parser.add_argument("--method", choices=get_args(MethodName), default="auto", help="how to pack (auto)")
+    parser.add_argument("--json", action="store_true", help="print numbers for programs")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def _positive_float(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
