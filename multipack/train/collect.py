@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,20 +43,22 @@ def _generate(
     engine: Engine, task: Task, prompt_rows: Mapping[int, Sequence[int]], config: PPOConfig
 ) -> list[Responses]:
     """Responses to this rank's prompts, one entry a collect step."""
-    responses = []
-    policy: Any = engine.module
     # Gathered once for all collect steps: each rank then generates at its own pace.
     with engine.gathered(), together("Generation"):
-        for collect_step, rows in prompt_rows.items():
-            responses.append(
-                policy.respond(
-                    [np.asarray(task.prompts[row]["input_ids"], np.int64) for row in rows],
-                    sequence_uniforms(config.seed, collect_step, rows, config.max_new_tokens),
-                    eos_token_id=task.eos_token_id,
-                    pad_token_id=task.pad_token_id,
-                    batch_size=config.generation_batch_size_per_rank,
-                )
-            )
+        return [
+            engine.infer(partial(_respond, task, rows, collect_step, config))
+            for collect_step, rows in prompt_rows.items()
+        ]
+
+
+def _respond(task: Task, rows: Sequence[int], collect_step: int, config: PPOConfig, model: Any) -> Responses:
+    responses: Responses = model.respond(
+        [np.asarray(task.prompts[row]["input_ids"], np.int64) for row in rows],
+        sequence_uniforms(config.seed, collect_step, rows, config.max_new_tokens),
+        eos_token_id=task.eos_token_id,
+        pad_token_id=task.pad_token_id,
+        batch_size=config.generation_batch_size_per_rank,
+    )
     return responses
 
 

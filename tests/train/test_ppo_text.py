@@ -8,6 +8,8 @@ import math
 import pytest
 import torch
 from helpers import SHARED
+from peft import PeftModel
+from tiny_llama import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from multipack.collate import PackedCollator
@@ -86,6 +88,32 @@ def test_prompt_file_with_supervised_mix(alone, tmp_path, tokenizer_folder, prom
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert loaded.config.vocab_size == 262
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "model").eos_token == "<|end|>"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_local_model_with_an_adapter(alone, tmp_path, tokenizer_folder, prompts):
+    base = tiny_llama(vocab_size=262)
+    base.save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    config = PPOConfig(
+        **TEXT,
+        prompts=prompts,
+        base_model=str(tmp_path / "base"),
+        reward="train.ppo_worker:even_share",
+        adapter="lora",
+        lora_target_linear=True,
+        learning_rate=1e-2,
+        output_dir=str(tmp_path / "out"),
+    )
+    history = train(plan_run(config), alone).history
+    # The adapter begins as nothing, so the policy begins as its own reference, and then leaves it.
+    assert history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert history[-1]["kl"] > 0.0
+    adapted = PeftModel.from_pretrained(
+        tiny_llama(vocab_size=262, attention="sdpa"), tmp_path / "out" / "model"
+    )
+    moved = [p.abs().max().item() for name, p in adapted.named_parameters() if "lora_B" in name]
+    assert min(moved) > 0.0
 
 
 def reward_model_folder(folder, num_labels):
