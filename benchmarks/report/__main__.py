@@ -1,0 +1,66 @@
+"""Run every benchmark and write one report, in under 15 minutes on 2 cores.
+
+    python -m benchmarks.report                                # all sections
+    python -m benchmarks.report --sections packing balance     # these; the others as they were measured last
+    python -m benchmarks.report --sections                     # measure nothing, write the report again
+
+Each benchmark is a process of its own, with its own pinning. What was measured is kept in runs/report/, and the report goes to
+benchmarks/results/ with its plots beside it. Leave the machine alone meanwhile: the load before each section is in the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.report import machine
+from benchmarks.report.measure import load, measure, save
+from benchmarks.report.sections import SECTIONS
+from benchmarks.report.write import write_report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [section.name for section in SECTIONS]
+    possible = [s.name for s in SECTIONS if not s.needs_gpu or machine.accelerator()]
+    parser.add_argument(
+        "--sections",
+        nargs="*",
+        choices=names,
+        default=None,
+        help="measure only these; default: all that the machine can",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="rounds of growth and throughput; the others fix theirs"
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the report")
+    arguments = parser.parse_args()
+    wanted = possible if arguments.sections is None else arguments.sections
+    failed = False
+    for section in SECTIONS:
+        if section.name in wanted:
+            record = measure(section, arguments.rounds, lambda line: print(line, flush=True))
+            save(section.name, record)
+            failed |= any(part.exit_status for part in record.records)
+    kept = {section.name: load(section.name) for section in SECTIONS}
+    measured = [(section, record) for section in SECTIONS if (record := kept[section.name])]
+    if arguments.sections is None:
+        measured = [(section, record) for section, record in measured if section.name in wanted]
+    if not measured:
+        parser.error("nothing was measured yet: name sections, or leave --sections away.")
+    seconds = sum(part.seconds for _, record in measured for part in record.records)
+    print(
+        write_report(
+            arguments.out, measured, f"python -m benchmarks.report --rounds {arguments.rounds}", seconds
+        )
+    )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

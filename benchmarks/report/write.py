@@ -1,0 +1,102 @@
+"""Write the report: the summary, then each section with its tables and plots. A pure function of the records."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+from benchmarks.report import machine
+from benchmarks.report.claims import CLAIMS, Claim
+from benchmarks.report.measure import SectionRecord
+from benchmarks.report.plots import save_plot
+from benchmarks.report.sections import Section
+from benchmarks.report.tables import find_table, markdown_table
+
+READING = (
+    "Ratios come first: they are between rivals that ran in the same minutes, and are what another machine can compare with. Times are those of this "
+    "machine. The spread stands beside each of them, from the smallest to the largest run, or as the table's own text says. "
+    "`OMP_NUM_THREADS=1` everywhere; `taskset` pins what is single-threaded to one core."
+)
+
+
+def write_report(
+    folder: Path, sections: list[tuple[Section, SectionRecord]], command: str, seconds: float
+) -> Path:
+    """Returns the path of the report; its plots lie beside it and begin with its name."""
+    path = folder / f"report_{machine.name()}_{time.strftime('%Y-%m-%d')}.md"
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"{path.stem}_*.png"):
+        old.unlink()
+    texts = {section.name: (section, record.markdown) for section, record in sections}
+    blocks = [
+        "# Benchmarks of multipack",
+        facts(command, seconds, sections),
+        READING,
+        "## Summary",
+        summary(texts),
+        *(section_text(path, section, record) for section, record in sections),
+    ]
+    path.write_text("\n\n".join(blocks) + "\n")
+    return path
+
+
+def facts(command: str, seconds: float, sections: list[tuple[Section, SectionRecord]]) -> str:
+    commits = ", ".join(dict.fromkeys(record.commit for _, record in sections))
+    rows = [
+        ["machine", machine.description()],
+        ["versions", machine.versions()],
+        ["command", f"`{command}`"],
+        [
+            "measured",
+            f"{sections[0][1].started} to {max(record.started for _, record in sections)}, commit {commits}",
+        ],
+        ["time", f"{seconds / 60:.1f} minutes"],
+    ]
+    return markdown_table(["", ""], rows)
+
+
+def summary(texts: dict[str, tuple[Section, str]]) -> str:
+    rows = [summary_row(claim, *texts[claim.section]) for claim in CLAIMS if claim.section in texts]
+    return markdown_table(["claim", "bound", "measured", "holds", "section"], rows)
+
+
+def summary_row(claim: Claim, section: Section, text: str) -> list[str]:
+    link = f"[{section.title}](#{anchor(section.title)})"
+    limits = f"{claim.bound.sign} {listed(claim, claim.bound.limits, short=True)}"
+    try:
+        values = claim.read(text)
+        verdict = "yes" if claim.bound.holds(values) else "**no**"
+    except ValueError as error:
+        return [claim.what, limits, f"not measured: {error}", "**no**", link]
+    return [claim.what, limits, f"**{listed(claim, values)}**", verdict, link]
+
+
+def listed(claim: Claim, values: tuple[float, ...] | list[float], short: bool = False) -> str:
+    """Values with their unit; equal limits once."""
+    if short and len(set(values)) == 1:
+        values = values[:1]
+    unit = re.sub(r"\{[^}]*\}", "", claim.unit)
+    numbers = [f"{value:g}" if short else claim.unit.format(value).removesuffix(unit) for value in values]
+    return ", ".join(numbers) + unit
+
+
+def section_text(path: Path, section: Section, record: SectionRecord) -> str:
+    commands = "\n".join(
+        f"- `{found.command}` ({found.seconds:.0f} s"
+        + (f", **exit status {found.exit_status}**)" if found.exit_status else ")")
+        for found in record.records
+    )
+    stamp = f"Measured {record.started}, load before {record.load:.2f}:"
+    blocks = [f"## {section.title}", section.method, f"{stamp}\n\n{commands}"]
+    for plot in section.plots:
+        picture = path.with_name(f"{path.stem}_{plot.name}.png")
+        save_plot(picture, plot.title, plot.draw, find_table(record.markdown, plot.table))
+        blocks.append(f"![{plot.title}]({picture.name})")
+    blocks.append(record.markdown)
+    return "\n\n".join(blocks)
+
+
+def anchor(title: str) -> str:
+    """As Markdown viewers name headings."""
+    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
