@@ -30,10 +30,12 @@ std::span<T> span(const Vector<T>& array) {
 }
 
 /// A packer writes without bounds checks, so its input is checked here, whatever Python checked before.
-void check_packing(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, size_t num_offsets,
-                   size_t num_indices) {
-    if (capacity < 1 || max_sequences < 1) throw std::invalid_argument("capacity and max_sequences must be at least 1");
-    if (lengths.size() > INT32_MAX) throw std::invalid_argument("at most 2^31 - 1 sequences can be packed at once");
+void check_packing(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences,
+                   size_t num_offsets, size_t num_indices) {
+    if (capacity < 1 || max_sequences < 1)
+        throw std::invalid_argument("capacity and max_sequences must be at least 1");
+    if (lengths.size() > INT32_MAX)
+        throw std::invalid_argument("at most 2^31 - 1 sequences can be packed at once");
     if (num_offsets < lengths.size() + 1 || num_indices < lengths.size())
         throw std::invalid_argument("offsets or indices are too short for the lengths");
     // One pass without branches; the row is sought only when there is one.
@@ -42,8 +44,9 @@ void check_packing(std::span<const int32_t> lengths, int32_t capacity, int64_t m
     if (worst < static_cast<uint32_t>(capacity)) return;
     for (size_t row = 0; row < lengths.size(); ++row) {
         if (lengths[row] < 1 || lengths[row] > capacity)
-            throw std::invalid_argument("row " + std::to_string(row) + " has length " + std::to_string(lengths[row]) +
-                                        ", outside 1.." + std::to_string(capacity));
+            throw std::invalid_argument("row " + std::to_string(row) + " has length " +
+                                        std::to_string(lengths[row]) + ", outside 1.." +
+                                        std::to_string(capacity));
     }
 }
 
@@ -62,7 +65,8 @@ void def_packer(nb::module_& module, const char* name, Packer packer) {
 }
 
 void check_counts(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences) {
-    if (capacity < 1 || max_sequences < 1) throw std::invalid_argument("capacity and max_sequences must be at least 1");
+    if (capacity < 1 || max_sequences < 1)
+        throw std::invalid_argument("capacity and max_sequences must be at least 1");
     if (counts.size() != static_cast<size_t>(capacity) + 1)
         throw std::invalid_argument("counts must hold capacity + 1 numbers");
     for (int64_t count : counts)
@@ -84,7 +88,8 @@ void def_counts(nb::module_& module, const char* name, Function function) {
 void def_stream_pool(nb::module_& module) {
     using multipack::StreamPool;
     nb::class_<StreamPool::State>(module, "StreamPoolState")
-        .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, std::vector<int32_t>, int64_t, int64_t, uint64_t>(),
+        .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, std::vector<int32_t>, int64_t, int64_t,
+                      uint64_t>(),
              "ids"_a, "arrivals"_a, "lengths"_a, "next_arrival"_a, "search_budget"_a, "random"_a)
         .def_ro("ids", &StreamPool::State::ids)
         .def_ro("arrivals", &StreamPool::State::arrivals)
@@ -128,8 +133,8 @@ void def_stream_pool(nb::module_& module) {
             "restore",
             [check_length](StreamPool& pool, const StreamPool::State& state) {
                 const size_t size = state.ids.size();
-                if (pool.size() != 0 || size > static_cast<size_t>(pool.pool_size()) || state.arrivals.size() != size ||
-                    state.lengths.size() != size)
+                if (pool.size() != 0 || size > static_cast<size_t>(pool.pool_size()) ||
+                    state.arrivals.size() != size || state.lengths.size() != size)
                     throw std::invalid_argument("the state does not fit this pool");
                 for (int32_t length : state.lengths) check_length(pool, length);
                 pool.restore(state);
@@ -139,15 +144,18 @@ void def_stream_pool(nb::module_& module) {
 
 void def_packing(nb::module_& module) {
     using namespace multipack;
-    def_packer(module, "next_fit", [](auto lengths, auto capacity, auto limit, auto, auto offsets, auto indices) {
-        return next_fit(lengths, capacity, limit, offsets, indices);
-    });
+    def_packer(module, "next_fit",
+               [](auto lengths, auto capacity, auto limit, auto, auto offsets, auto indices) {
+                   return next_fit(lengths, capacity, limit, offsets, indices);
+               });
     def_packer(module, "best_fit_decreasing", best_fit_decreasing);
-    def_packer(module, "stream", [](auto lengths, auto capacity, auto limit, auto seed, auto offsets, auto indices) {
-        const int64_t tokens = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
-        const int32_t pool_size = stream_pool_size(static_cast<int64_t>(lengths.size()), tokens, capacity);
-        return stream(lengths, capacity, limit, seed, pool_size, 0.0, offsets, indices);
-    });
+    def_packer(module, "stream",
+               [](auto lengths, auto capacity, auto limit, auto seed, auto offsets, auto indices) {
+                   const int64_t tokens = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+                   const int32_t pool_size =
+                       stream_pool_size(static_cast<int64_t>(lengths.size()), tokens, capacity);
+                   return stream(lengths, capacity, limit, seed, pool_size, 0.0, offsets, indices);
+               });
     def_packer(module, "pack_auto", pack_auto);
     def_counts(module, "best_fit_decreasing_bins", best_fit_decreasing_bins);
     def_counts(module, "lower_bound", lower_bound);
@@ -167,7 +175,8 @@ void def_packing(nb::module_& module) {
         [](int64_t num_rows, int64_t block, uint64_t seed, int64_t start, Vector<int64_t> rows) {
             nb::gil_scoped_release release;
             const int64_t count = static_cast<int64_t>(rows.shape(0));
-            if (block < 1 || start < 0 || start % block != 0 || count > num_rows - start || count > UINT32_MAX)
+            if (block < 1 || start < 0 || start % block != 0 || count > num_rows - start ||
+                count > UINT32_MAX)
                 throw std::invalid_argument("window outside the rows, or not at a multiple of the block");
             permuted_rows(num_rows, block, seed, start, span(rows));
         },
@@ -207,7 +216,8 @@ void check_chunk(const PyChunk& chunk, multipack::Element element, int offset_by
     }
     if (offset_bytes == 0 && row_length > 0 && num_rows > num_values / row_length)
         throw std::invalid_argument("a chunk of " + std::to_string(num_rows) + " rows of " +
-                                    std::to_string(row_length) + " has only " + std::to_string(num_values) + " values");
+                                    std::to_string(row_length) + " has only " + std::to_string(num_values) +
+                                    " values");
     const uint64_t bits = 8 * (chunk.values ? chunk.values->shape(0) : 0);
     const uint64_t wanted = static_cast<uint64_t>(first_value) + static_cast<uint64_t>(num_values);
     if (bits / multipack::element_bits(element) < wanted)
@@ -215,7 +225,8 @@ void check_chunk(const PyChunk& chunk, multipack::Element element, int offset_by
                                     std::to_string(bits / 8) + " bytes of them");
 }
 
-PyColumn make_column(const std::string& element_name, int offset_bytes, int64_t row_length, std::vector<PyChunk> chunks) {
+PyColumn make_column(const std::string& element_name, int offset_bytes, int64_t row_length,
+                     std::vector<PyChunk> chunks) {
     const multipack::Element element = multipack::element_named(element_name);
     if ((offset_bytes != 0 && offset_bytes != 4 && offset_bytes != 8) || row_length < 0)
         throw std::invalid_argument("offset_bytes must be 0, 4 or 8 and row_length not negative");
@@ -247,10 +258,14 @@ struct PyGather {
     }
 
     void* hold(const Out& out, multipack::Output& output) {
-        if (out.dtype() == nb::dtype<int64_t>()) output = multipack::Output::int64;
-        else if (out.dtype() == nb::dtype<float>()) output = multipack::Output::float32;
-        else if (out.dtype() == nb::dtype<bool>()) output = multipack::Output::boolean;
-        else throw nb::type_error("an output must be int64, float32 or bool");
+        if (out.dtype() == nb::dtype<int64_t>())
+            output = multipack::Output::int64;
+        else if (out.dtype() == nb::dtype<float>())
+            output = multipack::Output::float32;
+        else if (out.dtype() == nb::dtype<bool>())
+            output = multipack::Output::boolean;
+        else
+            throw nb::type_error("an output must be int64, float32 or bool");
         check_size(out.size());
         outputs.push_back(out);
         return out.data();
@@ -266,7 +281,8 @@ struct PyGather {
 void init_gather(PyGather* self, Vector<const int64_t> rows, std::optional<Vector<const int64_t>> starts,
                  Vector<const int64_t> lengths, Vector<const int64_t> places, int64_t num_slots) {
     const size_t size = rows.shape(0);
-    if (lengths.shape(0) != size || places.shape(0) != size || (starts && starts->shape(0) != size) || num_slots < 0)
+    if (lengths.shape(0) != size || places.shape(0) != size || (starts && starts->shape(0) != size) ||
+        num_slots < 0)
         throw std::invalid_argument("rows, starts, lengths and places must have equal lengths");
     new (self) PyGather();
     self->batch.num_slots = num_slots;
@@ -293,8 +309,8 @@ void gather_labels(PyGather& self, std::shared_ptr<const PyColumn> column,
     self.batch.labels = std::move(task);
 }
 
-void gather_segments(PyGather& self, Vector<const int32_t> boundaries, const Out& positions, const Out& segment_ids,
-                     int64_t first_position, int64_t slots_per_row) {
+void gather_segments(PyGather& self, Vector<const int32_t> boundaries, const Out& positions,
+                     const Out& segment_ids, int64_t first_position, int64_t slots_per_row) {
     if (positions.dtype() != nb::dtype<int64_t>() || segment_ids.dtype() != nb::dtype<int32_t>())
         throw nb::type_error("positions must be int64 and segment_ids int32");
     self.check_size(positions.size());
@@ -315,33 +331,38 @@ int64_t run_gather(const PyGather& self) {
 }
 
 void column_lengths(const PyColumn& self, Vector<const int64_t> rows, Vector<int64_t> lengths) {
-    if (rows.shape(0) != lengths.shape(0)) throw std::invalid_argument("rows and lengths must have equal lengths");
+    if (rows.shape(0) != lengths.shape(0))
+        throw std::invalid_argument("rows and lengths must have equal lengths");
     nb::gil_scoped_release release;
     multipack::row_lengths(self.column, span(rows), span(lengths));
 }
 
 void def_gather(nb::module_& module) {
     nb::class_<PyChunk>(module, "Chunk")
-        .def(nb::new_(&make_chunk), "num_rows"_a, "offsets"_a.noconvert().none(), "values"_a.noconvert().none(),
-             "first_value"_a, "num_values"_a);
+        .def(nb::new_(&make_chunk), "num_rows"_a, "offsets"_a.noconvert().none(),
+             "values"_a.noconvert().none(), "first_value"_a, "num_values"_a);
     nb::class_<PyColumn>(module, "Column")
         .def(nb::new_(&make_column), "element"_a, "offset_bytes"_a, "row_length"_a, "chunks"_a)
         .def_prop_ro("num_rows", [](const PyColumn& self) { return self.column.num_rows(); })
         .def("lengths", &column_lengths, "rows"_a.noconvert(), "lengths"_a.noconvert());
     nb::class_<PyGather>(module, "Gather")
-        .def("__init__", &init_gather, "rows"_a.noconvert(), "starts"_a.noconvert().none(), "lengths"_a.noconvert(),
-             "places"_a.noconvert(), "num_slots"_a)
+        .def("__init__", &init_gather, "rows"_a.noconvert(), "starts"_a.noconvert().none(),
+             "lengths"_a.noconvert(), "places"_a.noconvert(), "num_slots"_a)
         .def("tokens", &gather_tokens, "column"_a, "out"_a.noconvert(), "fill"_a)
-        .def("labels", &gather_labels, "column"_a, "masks"_a, "out"_a.noconvert(), "ignore_index"_a, "mask_first"_a)
+        .def("labels", &gather_labels, "column"_a, "masks"_a, "out"_a.noconvert(), "ignore_index"_a,
+             "mask_first"_a)
         .def("segments", &gather_segments, "boundaries"_a.noconvert(), "positions"_a.noconvert(),
              "segment_ids"_a.noconvert(), "first_position"_a, "slots_per_row"_a)
         .def("run", &run_gather);
     module.def("instruction_sets", [] {
         nb::list names;
-        for (std::string_view name : multipack::instruction_sets()) names.append(nb::str(name.data(), name.size()));
+        for (std::string_view name : multipack::instruction_sets())
+            names.append(nb::str(name.data(), name.size()));
         return names;
     });
-    module.def("use_instruction_set", [](const std::string& name) { multipack::use_instruction_set(name); }, "name"_a);
+    module.def(
+        "use_instruction_set", [](const std::string& name) { multipack::use_instruction_set(name); },
+        "name"_a);
 }
 
 }  // namespace

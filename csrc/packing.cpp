@@ -92,7 +92,8 @@ int64_t best_fit_groups(std::span<const int64_t> counts, int32_t capacity, int64
 }
 
 /// Row ids grouped by length (a counting sort), shuffled inside each length.
-std::vector<int32_t> rows_by_length(std::span<const int32_t> lengths, std::span<const int64_t> starts, uint64_t seed) {
+std::vector<int32_t> rows_by_length(std::span<const int32_t> lengths, std::span<const int64_t> starts,
+                                    uint64_t seed) {
     std::vector<int32_t> rows(lengths.size());
     std::vector<int64_t> next(starts.begin(), starts.end());
     for (size_t row = 0; row < lengths.size(); ++row) rows[next[lengths[row]]++] = static_cast<int32_t>(row);
@@ -148,7 +149,8 @@ void histogram(std::span<const int32_t> lengths, std::span<int64_t> counts) {
         ++tables[2 * size + lengths[i + 3]];
     }
     for (size_t i = whole; i < lengths.size(); ++i) ++counts[lengths[i]];
-    for (size_t l = 0; l < size; ++l) counts[l] += int64_t{tables[l]} + tables[size + l] + tables[2 * size + l];
+    for (size_t l = 0; l < size; ++l)
+        counts[l] += int64_t{tables[l]} + tables[size + l] + tables[2 * size + l];
 }
 
 int64_t lower_bound(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences) {
@@ -164,8 +166,9 @@ int64_t lower_bound(std::span<const int64_t> counts, int32_t capacity, int64_t m
     }
     auto ceil_divide = [](int64_t a, int64_t b) { return a / b + (a % b != 0); };
     int64_t bound = std::max(ceil_divide(tokens, capacity), ceil_divide(count, max_sequences));
-    // L2: sequences shorter than `shortest` are ignored; those longer than capacity - shortest stand alone, so their
-    // gaps are worth nothing; the small ones must go into the gaps of the others or into bins of their own.
+    // L2: sequences shorter than `shortest` are ignored; those longer than capacity - shortest stand alone,
+    // so their gaps are worth nothing; the small ones must go into the gaps of the others or into bins of
+    // their own.
     int64_t small_tokens = 0, gap = large_gap;
     for (int32_t l = 1; l <= half; ++l) small_tokens += counts[l] * l;
     for (int32_t shortest = 1; shortest <= half; ++shortest) {
@@ -198,8 +201,8 @@ int64_t best_fit_decreasing_bins(std::span<const int64_t> counts, int32_t capaci
     return best_fit_groups(counts, capacity, max_sequences, groups);
 }
 
-int64_t best_fit_decreasing(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
-                            std::span<int64_t> offsets, std::span<int32_t> indices) {
+int64_t best_fit_decreasing(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences,
+                            uint64_t seed, std::span<int64_t> offsets, std::span<int32_t> indices) {
     std::vector<int64_t> counts(capacity + 1);
     histogram(lengths, counts);
     std::vector<Group> groups;
@@ -212,9 +215,10 @@ int64_t best_fit_decreasing(std::span<const int32_t> lengths, int32_t capacity, 
 
 int64_t pack_auto(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
                   std::span<int64_t> offsets, std::span<int32_t> indices) {
-    constexpr double kClearlyFewer = 0.0005;     // share of bins that a less random order must save
-    constexpr double kGiveUp = 0.002;            // fill below that of best-fit decreasing at which the stream ends early
-    constexpr int64_t kSearchAll = 8192;         // sequences up to which a pool may hold all
+    constexpr double kClearlyFewer = 0.0005;  // share of bins that a less random order must save
+    constexpr double kGiveUp =
+        0.002;  // fill below that of best-fit decreasing at which the stream ends early
+    constexpr int64_t kSearchAll = 8192;          // sequences up to which a pool may hold all
     constexpr int64_t kSequencesOfTries = 32768;  // bound on the work of further tries, in sequences
     const int64_t count = static_cast<int64_t>(lengths.size());
     std::vector<int64_t> counts(capacity + 1);
@@ -223,22 +227,29 @@ int64_t pack_auto(std::span<const int32_t> lengths, int32_t capacity, int64_t ma
     for (int32_t l = 1; l <= capacity; ++l) tokens += counts[l] * l;
     const int64_t bound = lower_bound(counts, capacity, max_sequences);
     const int64_t sorted_bins = best_fit_decreasing_bins(counts, capacity, max_sequences);
-    const double sorted_fill = static_cast<double>(tokens) / (static_cast<double>(std::max<int64_t>(sorted_bins, 1)) * capacity);
-    auto clearly_fewer = [&](int64_t bins, int64_t than) { return bins < than - static_cast<int64_t>(kClearlyFewer * bins); };
+    const double sorted_fill =
+        static_cast<double>(tokens) / (static_cast<double>(std::max<int64_t>(sorted_bins, 1)) * capacity);
+    auto clearly_fewer = [&](int64_t bins, int64_t than) {
+        return bins < than - static_cast<int64_t>(kClearlyFewer * bins);
+    };
 
     const int32_t pool_size = stream_pool_size(count, tokens, capacity);
-    int64_t bins = stream(lengths, capacity, max_sequences, seed, pool_size, sorted_fill - kGiveUp, offsets, indices);
+    int64_t bins =
+        stream(lengths, capacity, max_sequences, seed, pool_size, sorted_fill - kGiveUp, offsets, indices);
     if (bins < 0) bins = INT64_MAX / 2;
     if (bins <= bound) return bins;
     // A small input may be searched from its longest sequence down, and again with other ties.
     std::vector<int64_t> other_offsets;
     std::vector<int32_t> other_indices;
-    const int64_t num_tries = count <= kSearchAll ? std::min<int64_t>(8, kSequencesOfTries / std::max<int64_t>(count, 1)) : 0;
+    const int64_t num_tries =
+        count <= kSearchAll ? std::min<int64_t>(8, kSequencesOfTries / std::max<int64_t>(count, 1)) : 0;
     for (int64_t attempt = 1; attempt <= num_tries && bins > bound; ++attempt) {
         other_offsets.resize(count + 1);
         other_indices.resize(count);
-        const int32_t pool = static_cast<int32_t>(attempt % 2 == 1 ? count : std::max<int64_t>(pool_size, count / 4));
-        const int64_t found = stream(lengths, capacity, max_sequences, seed + attempt, pool, 0.0, other_offsets, other_indices);
+        const int32_t pool =
+            static_cast<int32_t>(attempt % 2 == 1 ? count : std::max<int64_t>(pool_size, count / 4));
+        const int64_t found =
+            stream(lengths, capacity, max_sequences, seed + attempt, pool, 0.0, other_offsets, other_indices);
         if (!clearly_fewer(found, bins)) continue;
         bins = found;
         std::copy_n(other_offsets.begin(), bins + 1, offsets.begin());

@@ -18,20 +18,22 @@ int64_t next_fit(std::span<const int32_t> lengths, int32_t capacity, int64_t max
 /// Best-fit decreasing (Johnson 1973) over a histogram of lengths: bins with the same remainder and the same
 /// content are one group, so the work grows with the number of groups, not of sequences.
 /// Sequences of equal length are dealt in an order drawn from `seed`.
-int64_t best_fit_decreasing(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
-                            std::span<int64_t> offsets, std::span<int32_t> indices);
+int64_t best_fit_decreasing(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences,
+                            uint64_t seed, std::span<int64_t> offsets, std::span<int32_t> indices);
 
-/// Number of bins of best-fit decreasing for a histogram: counts[l] sequences of length l, counts.size() = capacity + 1.
+/// Number of bins of best-fit decreasing for a histogram: counts[l] sequences of length l, counts.size() =
+/// capacity + 1.
 int64_t best_fit_decreasing_bins(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences);
 
-/// The larger of ceil(sum / capacity), ceil(count / max_sequences) and the bound L2 of Martello and Toth (1990).
+/// The larger of ceil(sum / capacity), ceil(count / max_sequences) and the bound L2 of Martello and Toth
+/// (1990).
 int64_t lower_bound(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences);
 
 /// counts[l] = number of sequences of length l; counts.size() = capacity + 1.
 void histogram(std::span<const int32_t> lengths, std::span<int64_t> counts);
 
-/// Stream packing, replaced by best-fit decreasing (bins in a random order) or by a search for exact fills where
-/// these need clearly fewer bins. Small inputs get a few more tries. `pool_size` as in stream.h.
+/// Stream packing, replaced by best-fit decreasing (bins in a random order) or by a search for exact fills
+/// where these need clearly fewer bins. Small inputs get a few more tries. `pool_size` as in stream.h.
 int64_t pack_auto(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
                   std::span<int64_t> offsets, std::span<int32_t> indices);
 

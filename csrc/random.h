@@ -23,7 +23,8 @@ class Random {
 
     uint64_t next() { return mix64(state_ += 0x9e3779b97f4a7c15ULL); }
 
-    /// A number in [0, bound), 1 <= bound < 2^32. The bias is below bound / 2^32 (Lemire 2019 without rejection).
+    /// A number in [0, bound), 1 <= bound < 2^32. The bias is below bound / 2^32 (Lemire 2019 without
+    /// rejection).
     uint64_t below(uint64_t bound) { return ((next() >> 32) * bound) >> 32; }
 
     uint64_t state() const { return state_; }
@@ -48,7 +49,8 @@ class FeistelPermutation {
         while (bits < 62 && (1ULL << bits) < size) ++bits;
         low_bits_ = (bits + 1) / 2;
         high_bits_ = bits - low_bits_;
-        for (int round = 0; round < 4; ++round) keys_[round] = mix64(seed + mix64(static_cast<uint64_t>(round) + 1));
+        for (int round = 0; round < 4; ++round)
+            keys_[round] = mix64(seed + mix64(static_cast<uint64_t>(round) + 1));
     }
 
     uint64_t operator()(uint64_t position) const {

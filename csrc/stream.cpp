@@ -8,11 +8,11 @@ namespace multipack {
 
 namespace {
 
-constexpr int kOrderLookahead = 32;      // sequences skipped at most while filling in order of arrival
-constexpr int kTripleCandidates = 24;    // first members tried for an exact triple
-constexpr int kTripleLookahead = 256;    // sequences passed over at most to find them
+constexpr int kOrderLookahead = 32;        // sequences skipped at most while filling in order of arrival
+constexpr int kTripleCandidates = 24;      // first members tried for an exact triple
+constexpr int kTripleLookahead = 256;      // sequences passed over at most to find them
 constexpr int32_t kNearestPairSlack = 64;  // tokens below the rest in which a nearest pair is sought
-constexpr int64_t kMaxAgeInPools = 6;    // arrivals after which a waiting sequence leads the next bin
+constexpr int64_t kMaxAgeInPools = 6;      // arrivals after which a waiting sequence leads the next bin
 // Bitmap words that the searches may read, a bin and saved up: keeps uniform lengths as fast as the others.
 constexpr int64_t kWordsPerBin = 16;
 constexpr int64_t kMaxSavedWords = 16384;
@@ -110,8 +110,8 @@ int32_t StreamPool::longest_up_to(int32_t length) const {
     return -1;
 }
 
-/// The smaller of two lengths present that add up to `target`, or -1: bit a of `present` and of the mirrored map
-/// shifted by capacity - target, 64 candidates a step. The scan starts at `first_word` and wraps around.
+/// The smaller of two lengths present that add up to `target`, or -1: bit a of `present` and of the mirrored
+/// map shifted by capacity - target, 64 candidates a step. The scan starts at `first_word` and wraps around.
 int32_t StreamPool::exact_pair(int32_t target, int32_t first_word) {
     const int32_t middle = target >> 1, num_words = (middle >> 6) + 1;
     const int32_t shift = capacity_ - target, shift_words = shift >> 6, shift_bits = shift & 63;
@@ -169,8 +169,8 @@ int32_t StreamPool::nearest_pair(int32_t rest, int32_t single, int32_t* total) {
     return -1;
 }
 
-/// True when the sequences longer than half a bin leave gaps for nearly all shorter ones: then every short one is
-/// needed as a filler and bins are led by long ones.
+/// True when the sequences longer than half a bin leave gaps for nearly all shorter ones: then every short
+/// one is needed as a filler and bins are led by long ones.
 bool StreamPool::large_need_all_small() const { return 4 * large_gap_ > 3 * small_tokens_; }
 
 /// Take sequences in order of arrival while the rest stays above the mean length; returns the new rest.
@@ -199,7 +199,8 @@ int32_t StreamPool::fill_in_order(int32_t rest, int64_t room, std::vector<int64_
 }
 
 /// Take the longest that fit while the rest stays above twice the mean length; returns the new rest.
-int32_t StreamPool::fill_longest_first(int32_t rest, int64_t room, std::vector<int64_t>& ids, int64_t* taken) {
+int32_t StreamPool::fill_longest_first(int32_t rest, int64_t room, std::vector<int64_t>& ids,
+                                       int64_t* taken) {
     const int64_t reserve = 2 * tokens_ / size_;
     while (size_ > 0 && *taken < room && (*taken == 0 || rest > reserve)) {
         const int32_t length = longest_up_to(rest);
@@ -287,7 +288,8 @@ void StreamPool::restore(const State& state) {
 int32_t stream_pool_size(int64_t num_sequences, int64_t num_tokens, int32_t capacity) {
     if (num_sequences == 0) return 1;
     const double per_bin = static_cast<double>(capacity) * num_sequences / static_cast<double>(num_tokens);
-    const int64_t wanted = std::min<int64_t>(1 << 24, std::max<int64_t>(1024, static_cast<int64_t>(8 * per_bin)));
+    const int64_t wanted =
+        std::min<int64_t>(1 << 24, std::max<int64_t>(1024, static_cast<int64_t>(8 * per_bin)));
     // A pool with less than a bin's worth would close bins half empty while more sequences wait outside.
     const int64_t least = std::min({num_sequences, static_cast<int64_t>(2 * per_bin) + 1, wanted});
     return static_cast<int32_t>(std::clamp(num_sequences / 8, least, wanted));
@@ -304,7 +306,8 @@ void shuffle_bins(int64_t first, int64_t num_bins, uint64_t seed, std::span<int6
     int64_t written = ends.front();
     for (size_t b = 0; b < order.size(); ++b) {
         const int64_t from = ends[order[b] - first], to = ends[order[b] - first + 1];
-        std::copy(rows.begin() + (from - ends.front()), rows.begin() + (to - ends.front()), indices.begin() + written);
+        std::copy(rows.begin() + (from - ends.front()), rows.begin() + (to - ends.front()),
+                  indices.begin() + written);
         written += to - from;
         offsets[first + b + 1] = written;
     }

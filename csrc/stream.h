@@ -12,10 +12,11 @@ namespace multipack {
 /// A pool of waiting sequences, from which bins are filled.
 ///
 /// A bin is led by the oldest sequence and filled in order of arrival until the rest is below the pool's mean
-/// length; then the rest is closed exactly by one, two or three sequences of the pool, found in a bitmap of the
-/// lengths present. Where no exact fill exists, the nearest single or pair is taken.
+/// length; then the rest is closed exactly by one, two or three sequences of the pool, found in a bitmap of
+/// the lengths present. Where no exact fill exists, the nearest single or pair is taken.
 ///
-/// Invariant: presence bitmaps, counts per length, token sums and the age list describe the same set of slots.
+/// Invariant: presence bitmaps, counts per length, token sums and the age list describe the same set of
+/// slots.
 class StreamPool {
   public:
     StreamPool(int32_t capacity, int32_t pool_size, int64_t max_sequences, uint64_t seed);
@@ -30,9 +31,9 @@ class StreamPool {
 
     enum class Lead { kOldest, kLongest };
 
-    /// Take one bin out of the pool, which must not be empty. Appends ids to `ids` and returns the tokens taken.
-    /// Led by the oldest sequence a bin keeps the order of arrival; led by the longest it wastes least when no more
-    /// will arrive.
+    /// Take one bin out of the pool, which must not be empty. Appends ids to `ids` and returns the tokens
+    /// taken. Led by the oldest sequence a bin keeps the order of arrival; led by the longest it wastes least
+    /// when no more will arrive.
     int32_t fill(Lead lead, std::vector<int64_t>& ids);
 
     /// All that the next bins depend on besides the arguments of the constructor.
@@ -52,9 +53,9 @@ class StreamPool {
         int64_t id;
         int64_t arrival;
         int32_t length;
-        int32_t older, newer;            // neighbours in order of arrival
+        int32_t older, newer;              // neighbours in order of arrival
         int32_t older_large, newer_large;  // the same among sequences longer than half the capacity
-        int32_t newer_same;              // next of the same length
+        int32_t newer_same;                // next of the same length
     };
     struct Bucket {
         int32_t count = 0, head = -1, tail = -1;
@@ -86,13 +87,13 @@ class StreamPool {
     Random random_;
 };
 
-/// Pool size that keeps bins full: eight bins' worth of sequences and at least 1024, but an eighth of them at most, so
-/// that most bins keep the order of arrival; never below two bins' worth.
+/// Pool size that keeps bins full: eight bins' worth of sequences and at least 1024, but an eighth of them at
+/// most, so that most bins keep the order of arrival; never below two bins' worth.
 int32_t stream_pool_size(int64_t num_sequences, int64_t num_tokens, int32_t capacity);
 
-/// Pack a whole array through a pool. When the last sequence has arrived, bins are led by the longest that is left,
-/// and these last bins are shuffled. Returns the number of bins, or -1 as soon as the share of filled slots in 256
-/// bins in a row is below `min_fill` (0: never give up).
+/// Pack a whole array through a pool. When the last sequence has arrived, bins are led by the longest that is
+/// left, and these last bins are shuffled. Returns the number of bins, or -1 as soon as the share of filled
+/// slots in 256 bins in a row is below `min_fill` (0: never give up).
 int64_t stream(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
                int32_t pool_size, double min_fill, std::span<int64_t> offsets, std::span<int32_t> indices);
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import oracles
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multipack
-import oracles
 from multipack import lower_bound, pack
 
 METHODS = ["auto", "stream", "best_fit_decreasing", "next_fit"]

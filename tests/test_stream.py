@@ -181,7 +181,7 @@ def test_empty_rows_are_left_out_and_counted():
 def test_a_stream_without_rows_is_no_success():
     packer = StreamPacker(iter(ROWS[:5]), CAPACITY)
     assert len(list(packer)) >= 1
-    with pytest.raises(ValueError, match="gave no row.*can be read only once"):
+    with pytest.raises(ValueError, match=r"gave no row.*can be read only once"):
         list(packer)
 
 

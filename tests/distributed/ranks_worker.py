@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
     # Before the process group: torchrun's environment. A group that says otherwise is refused.
     early = DistributedBatchSampler(MultipackBatchSampler(lengths, 64))
     answer["ranks"] = [early.rank, early.num_replicas]
-    rank, world_size = early.rank, early.num_replicas
+    rank = early.rank
     environment = os.environ["RANK"], os.environ["WORLD_SIZE"]
     os.environ["RANK"], os.environ["WORLD_SIZE"] = "0", "7"
     wrong = DistributedBatchSampler(MultipackBatchSampler(lengths, 64))
