@@ -39,7 +39,9 @@ class MetricsLog:
             if first_step
             else []
         )
-        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        partial = self.path.with_suffix(".partial")  # a kill here must not take the lines that are kept
+        partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        partial.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=first_step + 1)
 

@@ -40,6 +40,10 @@ class RowLog:
 
 def _keep_steps(path: Path, last: int) -> None:
     whole = path.read_text(encoding="utf-8").split("\n")[:-1]  # a kill may have left half a line
-    path.write_text(
+    partial = path.with_suffix(
+        ".partial"
+    )  # a kill while lines are dropped must not take the others with them
+    partial.write_text(
         "".join(line + "\n" for line in whole if json.loads(line)["step"] <= last), encoding="utf-8"
     )
+    partial.replace(path)

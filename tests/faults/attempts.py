@@ -155,7 +155,8 @@ def keys(folder: Path, **more: object) -> list[str]:
 
 def rows_seen(folder: Path) -> list[int]:
     """Rows that count, of all ranks and steps, ascending."""
-    lines = [line for path in (folder / "out" / "rows").iterdir() for line in path.read_text().splitlines()]
+    logs = (folder / "out" / "rows").glob("rank-*.jsonl")
+    lines = [line for path in logs for line in path.read_text().splitlines()]
     return sorted(row for line in lines for row in json.loads(line)["rows"])
 
 
