@@ -64,7 +64,10 @@ def interrupt(function: Any, *arguments: Any, said: Path, begun: Callable[[], bo
     words = said.read_text()
     try:
         assert codes == [1], words[-3000:]
-        assert seconds < MOST_SECONDS, words[-3000:]
+        busy = os.getloadavg()[0] / (
+            os.cpu_count() or 1
+        )  # where others compute as well, ending takes its share longer
+        assert seconds < MOST_SECONDS * max(1.0, busy), words[-3000:]
         assert "KeyboardInterrupt" in words
         assert "Exception ignored" not in words
         assert wait_for(lambda: not any(child.is_running() for child in children), limit_s=MOST_SECONDS)
