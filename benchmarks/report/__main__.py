@@ -53,12 +53,9 @@ def main() -> int:
         measured = [(section, record) for section, record in measured if section.name in wanted]
     if not measured:
         parser.error("nothing was measured yet: name sections, or leave --sections away.")
-    seconds = sum(part.seconds for _, record in measured for part in record.records)
-    print(
-        write_report(
-            arguments.out, measured, f"python -m benchmarks.report --rounds {arguments.rounds}", seconds
-        )
-    )
+    each = "" if arguments.sections is None else " --sections NAME"
+    command = f"python -m benchmarks.report --rounds {arguments.rounds}{each}"
+    print(write_report(arguments.out, measured, command))
     return int(failed)
 
 

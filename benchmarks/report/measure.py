@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.report import machine
 from benchmarks.report.sections import Command, Section
-from benchmarks.report.tables import benchmark_groups
+from benchmarks.report.tables import benchmark_groups, separated
 
 RECORDS = Path("runs/report")
 LIMIT_S = 400
@@ -48,7 +48,7 @@ class SectionRecord:
 
     @property
     def markdown(self) -> str:
-        return "\n\n".join(record.markdown for record in self.records)
+        return separated("\n\n".join(record.markdown for record in self.records))
 
 
 def measure(section: Section, rounds: int, say: Callable[[str], None]) -> SectionRecord:

@@ -266,7 +266,7 @@ SECTIONS = [
                 "throughput",
                 "data wait",
                 "Simulated step of 20 ms on 2 ranks: samples a second over all ranks",
-                clusters("engine", "loader", "samples/s (", "samples/s"),
+                clusters("engine", "loader", "samples/s", "samples/s"),
             ),
         ),
     ),

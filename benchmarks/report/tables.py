@@ -22,7 +22,7 @@ class Table:
     rows: list[list[str]]
 
     def column(self, name: str) -> list[str]:
-        """Cells below the first column whose name contains `name`."""
+        """Cells below the column `name`, or else the first one that contains it."""
         return [row[self._place(name)] for row in self.rows]
 
     def cell(self, row: str, column: str) -> str:
@@ -37,6 +37,8 @@ class Table:
         return number(self.cell(row, column))
 
     def _place(self, name: str) -> int:
+        if name in self.columns:
+            return self.columns.index(name)
         for place, column in enumerate(self.columns):
             if name in column:
                 return place
@@ -60,6 +62,19 @@ def tables_of(markdown: str) -> list[Table]:
             if line.startswith("#"):
                 heading = line.lstrip("# ")
     return tables
+
+
+def separated(markdown: str) -> str:
+    """The same text with an empty line before and after each table, as Markdown wants it."""
+    lines = markdown.splitlines()
+    spaced: list[str] = []
+    for place, line in enumerate(lines):
+        is_header = line.startswith("|") and place + 1 < len(lines) and lines[place + 1].startswith("|--")
+        after_table = bool(spaced) and spaced[-1].startswith("|") and not line.startswith("|")
+        if spaced and spaced[-1] and (is_header or after_table):
+            spaced.append("")
+        spaced.append(line)
+    return "\n".join(spaced)
 
 
 def find_table(markdown: str, name: str) -> Table:

@@ -10,39 +10,41 @@ from benchmarks.report import machine
 from benchmarks.report.claims import CLAIMS, Claim
 from benchmarks.report.measure import SectionRecord
 from benchmarks.report.plots import save_plot
-from benchmarks.report.sections import Section
+from benchmarks.report.sections import SECTIONS, Section
 from benchmarks.report.tables import find_table, markdown_table
 
 READING = (
     "Ratios come first: they are between rivals that ran in the same minutes, and are what another machine can compare with. Times are those of this "
     "machine. The spread stands beside each of them, from the smallest to the largest run, or as the table's own text says. "
-    "`OMP_NUM_THREADS=1` everywhere; `taskset` pins what is single-threaded to one core."
+    "`OMP_NUM_THREADS=1` everywhere; `taskset` pins what is single-threaded to one core. Load is that of the minute before a section (two sections in a row "
+    "load it themselves): above 1 other work may have run beside it, and times and waits are then worse than on a free machine."
 )
 
 
-def write_report(
-    folder: Path, sections: list[tuple[Section, SectionRecord]], command: str, seconds: float
-) -> Path:
+def write_report(folder: Path, sections: list[tuple[Section, SectionRecord]], command: str) -> Path:
     """Returns the path of the report; its plots lie beside it and begin with its name."""
     path = folder / f"report_{machine.name()}_{time.strftime('%Y-%m-%d')}.md"
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f"{path.stem}_*.png"):
         old.unlink()
-    texts = {section.name: (section, record.markdown) for section, record in sections}
+    found = {section.name: (section, record) for section, record in sections}
     blocks = [
         "# Benchmarks of multipack",
-        facts(command, seconds, sections),
+        facts(command, sections),
         READING,
         "## Summary",
-        summary(texts),
+        summary(found),
         *(section_text(path, section, record) for section, record in sections),
     ]
     path.write_text("\n\n".join(blocks) + "\n")
     return path
 
 
-def facts(command: str, seconds: float, sections: list[tuple[Section, SectionRecord]]) -> str:
+def facts(command: str, sections: list[tuple[Section, SectionRecord]]) -> str:
     commits = ", ".join(dict.fromkeys(record.commit for _, record in sections))
+    seconds = sum(part.seconds for _, record in sections for part in record.records)
+    measured = [section for section, _ in sections]
+    missing = [section.name for section in SECTIONS if section not in measured]
     rows = [
         ["machine", machine.description()],
         ["versions", machine.versions()],
@@ -51,25 +53,27 @@ def facts(command: str, seconds: float, sections: list[tuple[Section, SectionRec
             "measured",
             f"{sections[0][1].started} to {max(record.started for _, record in sections)}, commit {commits}",
         ],
-        ["time", f"{seconds / 60:.1f} minutes"],
+        ["time", f"{seconds / 60:.1f} minutes in all sections"],
+        ["not measured", ", ".join(missing) or "-"],
     ]
     return markdown_table(["", ""], rows)
 
 
-def summary(texts: dict[str, tuple[Section, str]]) -> str:
-    rows = [summary_row(claim, *texts[claim.section]) for claim in CLAIMS if claim.section in texts]
-    return markdown_table(["claim", "bound", "measured", "holds", "section"], rows)
+def summary(found: dict[str, tuple[Section, SectionRecord]]) -> str:
+    rows = [summary_row(claim, *found[claim.section]) for claim in CLAIMS if claim.section in found]
+    return markdown_table(["claim", "bound", "measured", "holds", "load", "section"], rows)
 
 
-def summary_row(claim: Claim, section: Section, text: str) -> list[str]:
+def summary_row(claim: Claim, section: Section, record: SectionRecord) -> list[str]:
     link = f"[{section.title}](#{anchor(section.title)})"
+    load = f"{record.load:.1f}"
     limits = f"{claim.bound.sign} {listed(claim, claim.bound.limits, short=True)}"
     try:
-        values = claim.read(text)
+        values = claim.read(record.markdown)
         verdict = "yes" if claim.bound.holds(values) else "**no**"
     except ValueError as error:
-        return [claim.what, limits, f"not measured: {error}", "**no**", link]
-    return [claim.what, limits, f"**{listed(claim, values)}**", verdict, link]
+        return [claim.what, limits, f"not measured: {error}", "**no**", load, link]
+    return [claim.what, limits, f"**{listed(claim, values)}**", verdict, load, link]
 
 
 def listed(claim: Claim, values: tuple[float, ...] | list[float], short: bool = False) -> str:
