@@ -1,4 +1,4 @@
-"""Run every benchmark and write one report, in under 15 minutes on 2 cores.
+"""Run every benchmark and write one report, meant for under 15 minutes on 2 free cores.
 
     python -m benchmarks.report                                # all sections
     python -m benchmarks.report --sections packing balance     # these; the others as they were measured last
