@@ -198,7 +198,7 @@ def test_history_configurations_train_with_small_stand_ins(tmp_path, keys, name,
     keys |= {"tokenizer_type": "AutoTokenizer", "special_tokens": "{}"}
     lines = run(keys, eval_steps=2, val_set_size=20, micro_batch_size=2)
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert all(line["grad_norm"] > 0 for line in lines)
     assert (Path(keys["output_dir"]) / "model" / left).exists()
 
 
