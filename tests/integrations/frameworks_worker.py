@@ -5,6 +5,7 @@ argv: folder for the answers (`rank0.json`, ...), then the names of cells.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -272,6 +273,8 @@ def deepspeed_cell(folder: Path) -> Answer:
             "MASTER_PORT": "0",
         }
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # It would compile an all-reduce through shared memory first, for a minute.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed("gloo", verbose=False)
 
     def start(loader: Any) -> Any:
