@@ -1,5 +1,5 @@
 """`multipack inspect` and `multipack bench`: what packing does with your data, and how fast this machine feeds it."""
 
-from multipack.cli.main import main
+from multipack.cli.commands import main
 
 __all__ = ["main"]

@@ -127,23 +127,16 @@ def _packed(axis: Axes, found: Inspection) -> None:
 
 def _bar(axis: Axes, y: int, lengths: NDArray[np.int64], starts: NDArray[np.int64], slots: int) -> None:
     """One batch: its slots, and in them the sequences, each with another shade than its neighbours."""
-    axis.barh(y, slots, height=0.82, color=_PADDING, linewidth=0)
     shades = [_SHADES[i % len(_SHADES)] for i in range(len(lengths))]
     line = 0.4 if len(lengths) < 100 else 0.0
-    axis.barh(
-        np.full(len(lengths), y),
-        lengths,
-        left=starts,
-        height=0.82,
-        color=shades,
-        edgecolor="white",
-        linewidth=line,
-    )
+    axis.broken_barh([(0, slots)], (y - 0.41, 0.82), facecolors=_PADDING, linewidth=0)
+    spans = list(zip(starts.tolist(), lengths.tolist(), strict=True))
+    axis.broken_barh(spans, (y - 0.41, 0.82), facecolors=shades, edgecolor="white", linewidth=line)
 
 
 def _same_slots(padded: Axes, packed: Axes) -> None:
     """Both pictures on one scale, so that the eye compares the work."""
-    widest = max(padded.get_xlim()[1], packed.get_xlim()[1])
+    widest = max(padded.dataLim.x1, packed.dataLim.x1)
     for axis in (padded, packed):
         axis.set_ylim(_BARS - 0.4, -0.6)
         axis.set_xlim(0, widest)
