@@ -41,6 +41,8 @@ def draw(found: Inspection, title: str, picture: Path) -> None:
     _packed(axes["packed"], found)
     _same_slots(axes["padded"], axes["packed"])
     _speed_up(axes["packed"], found)
+    handles = [Patch(color=_BLUE, label="tokens"), Patch(color=_PADDING, label="padding")]
+    figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize=9, ncols=2)
     figure.suptitle(title, color=_INK, fontsize=13, fontweight="bold")
     figure.savefig(picture, dpi=130)
 
@@ -113,15 +115,6 @@ def _packed(axis: Axes, found: Inspection) -> None:
         if bins:
             slots = len(bins) * question.capacity
             _bar(axis, y, np.concatenate(lengths), np.concatenate(starts), slots)
-    axis.legend(
-        handles=[Patch(color=_BLUE, label="tokens"), Patch(color=_PADDING, label="padding")],
-        loc="lower right",
-        bbox_to_anchor=(1.0, 0.995),
-        frameon=False,
-        fontsize=8,
-        ncols=2,
-        borderaxespad=0.1,
-    )
     _dress(axis, f"packed batches, the first of {found.bins.bins:,} bins: {found.bins.efficiency:.2%} full")
 
 

@@ -15,7 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rows import CAPACITY, OPTIONS, Seen, look, loss_of, our_loader, plain_loop, rows
+from rows import (
+    CAPACITY,
+    OPTIONS,
+    Seen,
+    largest_difference,
+    look,
+    loss_of,
+    next_token_loss,
+    our_loader,
+    plain_loop,
+    rows,
+    summed_loss,
+)
 from tiny_llama import tiny_llama
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -174,22 +186,6 @@ def trainer_cell(folder: Path) -> Answer:
     }
 
 
-def summed_loss(model: Any, tokens: list[int]) -> float:
-    """The next-token losses of one sequence on its own."""
-    from multipack.integrations.attention import stock_attention
-
-    if len(tokens) == 1:
-        return 0.0
-    ids = torch.tensor([tokens])
-    with stock_attention(model):
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    return float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
-
-
-def largest_difference(one: Any, other: Any) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
 def lightning_cell(folder: Path) -> Answer:
     """Three epochs by a data module and by a bare loader, with Lightning's default flags; resumed inside two of them."""
     import lightning
@@ -342,11 +338,6 @@ def pipeline_batches(num_steps: int) -> Seen:
     for _ in range(num_steps):
         engine.train_batch(data_iter=batches)
     return seen
-
-
-def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    losses = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
-    return losses / max(1, int((labels != -100).sum()))
 
 
 def stateful_cell(folder: Path) -> Answer:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from multipack.collate import PackedCollator
 from multipack.dataset import TokenDataset
-from multipack.integrations.attention import model_inputs
+from multipack.integrations.attention import model_inputs, stock_attention
 from multipack.loader import packed_dataloader
 from multipack.sampler import DistributedBatchSampler, MultipackBatchSampler
 
@@ -61,3 +61,23 @@ def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     targets = max(1, batch["num_target_tokens"])
     loss: torch.Tensor = model(**model_inputs(batch), labels=batch["labels"], num_items_in_batch=targets).loss
     return loss
+
+
+def summed_loss(model: Any, tokens: list[int]) -> float:
+    """The next-token losses of one sequence on its own."""
+    if len(tokens) == 1:
+        return 0.0
+    ids = torch.tensor([tokens])
+    with stock_attention(model):
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    return float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+
+
+def largest_difference(one: Any, other: Any) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The same from logits, as a pipeline wants it."""
+    losses = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
+    return losses / max(1, int((labels != -100).sum()))
