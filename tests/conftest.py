@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from helpers import SHARED
 from hypothesis import settings
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and every child would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A shared machine may pause any test, so no example has a deadline. MULTIPACK_HYPOTHESIS=long tries far more examples.
 settings.register_profile("short", deadline=None)

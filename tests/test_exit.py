@@ -190,6 +190,21 @@ def test_a_fork_with_a_live_loader_leaves_both_processes_well() -> None:
     assert (code, out, err) == (0, "go\n", "")
 
 
+# Helpers of multiprocessing (its fork server, its resource tracker) may be there from other tests and stay until the end.
+_THERE_BEFORE: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def _children_of_other_tests() -> None:
+    _THERE_BEFORE.clear()
+    _THERE_BEFORE.update(child.pid for child in psutil.Process().children())
+
+
+def worker_processes() -> list[psutil.Process]:
+    """Children that the test itself has started."""
+    return [child for child in psutil.Process().children() if child.pid not in _THERE_BEFORE]
+
+
 class Dying(torch.utils.data.Dataset[int]):
     def __len__(self) -> int:
         return 100
@@ -205,7 +220,7 @@ def test_a_killed_worker_process_is_an_error_and_leaves_no_process() -> None:
     with pytest.raises(RuntimeError, match="worker"):
         list(DataLoader(Dying(), batch_size=4, num_workers=2, worker_type="process"))
     assert time.monotonic() - started < 10.0
-    assert wait_until(lambda: not psutil.Process().children())
+    assert wait_until(lambda: not worker_processes())
 
 
 class Failing(torch.utils.data.Dataset[int]):
@@ -223,7 +238,7 @@ def test_an_error_of_a_row_leaves_no_thread_and_no_process(worker_type: str) -> 
     started = time.monotonic()
     with pytest.raises(OSError, match="disk"):
         list(DataLoader(Failing(), batch_size=4, num_workers=2, worker_type=worker_type))
-    assert wait_until(lambda: not psutil.Process().children() and not loader_threads())
+    assert wait_until(lambda: not worker_processes() and not loader_threads())
     assert time.monotonic() - started < 5.0
 
 
@@ -231,14 +246,14 @@ def test_an_error_of_a_row_leaves_no_thread_and_no_process(worker_type: str) -> 
 def test_a_consumer_that_leaves_early_leaves_no_thread_and_no_process(worker_type: str) -> None:
     for _ in DataLoader(Failing(), batch_size=4, num_workers=2, worker_type=worker_type, prefetch_batches=4):
         break
-    assert wait_until(lambda: not psutil.Process().children() and not loader_threads(), limit_s=1.0)
+    assert wait_until(lambda: not worker_processes() and not loader_threads(), limit_s=1.0)
 
 
 def test_an_iterator_that_was_never_asked_leaves_no_process() -> None:
     iterator = iter(DataLoader(Failing(), batch_size=4, num_workers=2, worker_type="process"))
-    assert len(psutil.Process().children()) == 2  # torch starts them here
+    assert len(worker_processes()) == 2  # torch starts them here
     del iterator
-    assert wait_until(lambda: not psutil.Process().children(), limit_s=1.0)
+    assert wait_until(lambda: not worker_processes(), limit_s=1.0)
 
 
 def test_a_thousand_loaders_leave_no_thread_file_or_memory() -> None:
