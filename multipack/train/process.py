@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-_FAREWELL_S = 0.2
+_FAREWELL_S = 0.5
 """gloo's threads drop the tensors of the last collectives a little later, and need the interpreter for it: one that is ending
 kills them and itself (`terminate called without an active exception`), which befell one run in twenty on busy machines."""
 

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,7 @@ def main(folder: Path, names: list[str]) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+        time.sleep(0.5)  # gloo's threads abort an interpreter that ends before they do
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging.handlers
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def main(folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
+    time.sleep(0.5)  # gloo's threads abort an interpreter that ends before they do
 
 
 if __name__ == "__main__":
