@@ -19,11 +19,11 @@ from multipack import _core
 from multipack.agreement import Agreement
 from multipack.dataset import Selection, TokenDataset
 from multipack.distributed import rank_and_world_size
+from multipack.overlong import Overlong
 from multipack.packing import NO_LIMIT, check_capacity, check_seed
 from multipack.tail import BatchIndices
 
 Row: TypeAlias = Mapping[str, Any]
-Overlong: TypeAlias = Literal["error", "truncate", "split", "drop"]
 StreamTail: TypeAlias = Literal["pad", "drop"]
 
 STATE_VERSION = 1
