@@ -29,15 +29,22 @@ def loader() -> DataLoader[dict[str, object]]:
     return DataLoader(packer, batch_size=None, collate_fn=PackedCollator())
 
 
-first = loader()
-batches = iter(first)
-seen = [next(batches) for _ in range(100)]
-state = first.state_dict()
-following = next(batches)
-print(f"{sum(batch['num_tokens'] for batch in seen) / (100 * 1024):.2%} of the slots of 100 bins are filled")
+def main() -> None:
+    first = loader()
+    batches = iter(first)
+    seen = [next(batches) for _ in range(100)]
+    state = first.state_dict()
+    following = next(batches)
+    print(
+        f"{sum(batch['num_tokens'] for batch in seen) / (100 * 1024):.2%} of the slots of 100 bins are filled"
+    )
 
-resumed = loader()
-resumed.load_state_dict(state)
-again = next(iter(resumed))
-assert again["input_ids"].equal(following["input_ids"])
-print("resumed with the batch that would have come next")
+    resumed = loader()
+    resumed.load_state_dict(state)
+    again = next(iter(resumed))
+    assert again["input_ids"].equal(following["input_ids"])
+    print("resumed with the batch that would have come next")
+
+
+if __name__ == "__main__":
+    main()

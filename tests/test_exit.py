@@ -190,16 +190,15 @@ def test_a_fork_with_a_live_loader_leaves_both_processes_well() -> None:
     assert (code, out, err) == (0, "go\n", "")
 
 
-# Helpers of multiprocessing (its fork server, its resource tracker) and loaders that something keeps open may be there from
-# other tests and stay until the end.
-_THERE_BEFORE: set[int | None] = set()
+# Helpers of multiprocessing, its fork server and its resource tracker, stay from the first test that needs them to the end.
+_THERE_BEFORE: set[int] = set()
 
 
 @pytest.fixture(autouse=True)
-def _what_other_tests_left() -> None:
+def _what_multiprocessing_keeps() -> None:
     _THERE_BEFORE.clear()
     _THERE_BEFORE.update(child.pid for child in psutil.Process().children())
-    _THERE_BEFORE.update(thread.ident for thread in all_loader_threads())
+    assert not loader_threads()
 
 
 def worker_processes() -> list[psutil.Process]:
@@ -298,13 +297,8 @@ def test_the_source_of_a_dropped_pass_is_dropped_too(tmp_path: Path) -> None:
     assert wait_until(lambda: len(process.open_files()) == before)
 
 
-def all_loader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("multipack-")]
-
-
 def loader_threads() -> list[threading.Thread]:
-    """Threads of loaders that the test itself has opened."""
-    return [thread for thread in all_loader_threads() if thread.ident not in _THERE_BEFORE]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("multipack-")]
 
 
 def wait_until(condition: Any, limit_s: float = 5.0) -> bool:

@@ -48,8 +48,8 @@ def wait_for(condition: Callable[[], bool], limit_s: float) -> bool:
     return condition()
 
 
-def interrupt(function: Any, *arguments: Any, said: Path, begun: Callable[[], bool], delay_s: float) -> None:
-    """Start a process, send SIGINT so long after it has begun, and check how it ends."""
+def interrupt(function: Any, *arguments: Any, said: Path, begun: Callable[[], bool], delay_s: float) -> float:
+    """Start a process, send SIGINT so long after it has begun, and check how it ends. Returns the seconds that it took."""
     with killed_at_the_end([start(function, *arguments, said=said, OMP_NUM_THREADS="1")]) as processes:
         (process,) = processes
         assert process.pid is not None
@@ -64,10 +64,7 @@ def interrupt(function: Any, *arguments: Any, said: Path, begun: Callable[[], bo
     words = said.read_text()
     try:
         assert codes == [1], words[-3000:]
-        busy = os.getloadavg()[0] / (
-            os.cpu_count() or 1
-        )  # where others compute as well, ending takes its share longer
-        assert seconds < MOST_SECONDS * max(1.0, busy), words[-3000:]
+        assert seconds < MOST_SECONDS, words[-3000:]
         assert "KeyboardInterrupt" in words
         assert "Exception ignored" not in words
         assert wait_for(lambda: not any(child.is_running() for child in children), limit_s=MOST_SECONDS)
@@ -75,6 +72,7 @@ def interrupt(function: Any, *arguments: Any, said: Path, begun: Callable[[], bo
         for child in children:
             if child.is_running():
                 child.kill()
+    return seconds
 
 
 @pytest.mark.slow
@@ -85,16 +83,20 @@ def test_a_reading_process_ends_at_once(
     worker_type: str, num_workers: int, tries: int, tmp_path: Path, long_form: bool
 ) -> None:
     rng = random.Random(0)
+    took_s = []
     for attempt in range(tries * (13 if long_form else 1)):
         said = tmp_path / f"said-{attempt}"
-        interrupt(
-            read_for_ever,
-            worker_type,
-            num_workers,
-            said=said,
-            begun=lambda said=said: said.exists() and "ready" in said.read_text(),
-            delay_s=rng.uniform(0.0, 0.4),
-        )
+        took_s += [
+            interrupt(
+                read_for_ever,
+                worker_type,
+                num_workers,
+                said=said,
+                begun=lambda said=said: said.exists() and "ready" in said.read_text(),
+                delay_s=rng.uniform(0.0, 0.4),
+            )
+        ]
+    print(f"{len(took_s)} interrupts, the slowest end after {max(took_s):.2f} s")
 
 
 @pytest.mark.slow
@@ -102,13 +104,17 @@ def test_a_training_process_ends_at_once(tmp_path: Path, long_form: bool) -> Non
     write_texts(tmp_path / "texts.jsonl", 300)
     rng = random.Random(0)
     metrics = tmp_path / "out" / "metrics.jsonl"
-    for attempt in range(30 if long_form else 3):
+    took_s = []
+    for attempt in range(40 if long_form else 3):
         said = tmp_path / f"said-{attempt}"
         metrics.unlink(missing_ok=True)
-        interrupt(
-            train,
-            keys(tmp_path, num_epochs=100, save_steps=3, num_workers=1),
-            said=said,
-            begun=lambda: metrics.exists() and bool(metrics.read_text()),
-            delay_s=rng.uniform(0.0, 0.5),
-        )
+        took_s += [
+            interrupt(
+                train,
+                keys(tmp_path, num_epochs=100, save_steps=3, num_workers=1),
+                said=said,
+                begun=lambda: metrics.exists() and bool(metrics.read_text()),
+                delay_s=rng.uniform(0.0, 0.5),
+            )
+        ]
+    print(f"{len(took_s)} interrupts, the slowest end after {max(took_s):.2f} s")
