@@ -6,6 +6,7 @@ remembers for each batch what must be known when it is yielded: batches come bac
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -74,13 +75,20 @@ class ProcessFeed:
 
     def _read(self, batches: Iterator[Any], number: int) -> Generator[tuple[FromProcess, Any]]:
         try:
-            while True:
+            for count in itertools.count():
                 with self._turn:
                     if self._pass != number:
                         return
                     try:
                         batch = next(batches)
-                    except StopIteration:
+                    except StopIteration as stop:
+                        if (
+                            self._taken
+                        ):  # not the end: torch raises again here what a row raised in its process
+                            raise RuntimeError(
+                                f"Making item {count} in a worker process raised StopIteration, which would have ended the epoch "
+                                "early without a word. Raise another error, or leave the item out of the sampler."
+                            ) from stop
                         return
                     bin_offsets, mark = self._taken.popleft() if self._has_ids else (_NO_BINS, None)
                 yield FromProcess(batch, bin_offsets), mark

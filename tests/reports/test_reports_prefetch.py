@@ -166,12 +166,45 @@ def stop_at_4(index: int) -> None:
         raise StopIteration
 
 
-@pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 3}])
-def test_pytorch_44527_stop_iteration_of_a_row_is_no_end(way: dict[str, Any]) -> None:
-    iterator = iter(DataLoader(Items(10, on_read=stop_at_4), batch_size=None, **way))
-    assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(RuntimeError, match=r"item 4 .* raised StopIteration"):
-        next(iterator)
+def stops_over_4(numbers: list[int]) -> list[int]:
+    stop_at_4(max(numbers))
+    return numbers
+
+
+class Stopping:
+    """A sampler of ten rows that goes wrong at the fifth."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(4)
+        raise StopIteration
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"num_workers": 0},
+        {"num_workers": 1},
+        {"num_workers": 3},
+        {"num_workers": 2, "worker_type": "process"},
+        {"num_workers": 2, "worker_type": "process", "persistent_workers": True},
+    ],
+)
+@pytest.mark.parametrize("where", ["row", "collator", "sampler"])
+def test_pytorch_44527_stop_iteration_of_the_users_code_is_no_end(where: str, way: dict[str, Any]) -> None:
+    loaders: dict[str, Any] = {
+        "row": lambda: DataLoader(Items(10, on_read=stop_at_4), batch_size=None, **way),
+        "collator": lambda: DataLoader(Items(10), batch_size=1, collate_fn=stops_over_4, **way),
+        "sampler": lambda: DataLoader(Items(10), batch_size=None, sampler=Stopping(), **way),
+    }
+    got = []
+    told = "generator raised StopIteration" if where == "sampler" else "item 4 .*raised StopIteration"
+    with pytest.raises(RuntimeError, match=told):
+        got.extend(batch for batch in loaders[where]())
+    # Worker processes ask the sampler for ids ahead of the batches, so its error may come before them.
+    assert got == {"row": [0, 1, 2, 3], "collator": [[0], [1], [2], [3]], "sampler": got}[where]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
