@@ -82,9 +82,8 @@ class ProcessFeed:
                     try:
                         batch = next(batches)
                     except StopIteration as stop:
-                        if (
-                            self._taken
-                        ):  # not the end: torch raises again here what a row raised in its process
+                        # Ids without a batch: this is no end, but what a row or collator raised, which torch raises again here.
+                        if self._taken:
                             raise RuntimeError(
                                 f"Making item {count} in a worker process raised StopIteration, which would have ended the epoch "
                                 "early without a word. Raise another error, or leave the item out of the sampler."

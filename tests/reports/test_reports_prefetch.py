@@ -178,8 +178,9 @@ class Stopping:
         return 10
 
     def __iter__(self) -> Iterator[int]:
-        yield from range(4)
-        raise StopIteration
+        for index in range(10):
+            stop_at_4(index)
+            yield index
 
 
 @pytest.mark.parametrize(
