@@ -10,6 +10,8 @@ import os
 
 import torch.distributed as dist
 
+from multipack.packing import whole_number
+
 
 def rank_and_world_size(rank: int | None = None, num_replicas: int | None = None) -> tuple[int, int]:
     """This process's rank and the number of ranks.
@@ -19,12 +21,14 @@ def rank_and_world_size(rank: int | None = None, num_replicas: int | None = None
         num_replicas: number of ranks; None to discover it.
 
     Raises:
+        TypeError: one of them is no whole number.
         ValueError: the rank is outside 0..num_replicas-1.
     """
     if rank is None or num_replicas is None:
         found_rank, found_replicas = _discover()
         rank = found_rank if rank is None else rank
         num_replicas = found_replicas if num_replicas is None else num_replicas
+    rank, num_replicas = whole_number("rank", rank), whole_number("num_replicas", num_replicas)
     if num_replicas < 1 or not 0 <= rank < num_replicas:
         raise ValueError(
             f"rank {rank} is outside 0..{num_replicas - 1} of {num_replicas} ranks: its share of the data would be "
@@ -58,21 +62,6 @@ def check_rank_unchanged(rank: int, num_replicas: int) -> None:
                 f"{now[1]}: data would be repeated or lost. Build the sampler after init_process_group, or pass rank and "
                 "num_replicas."
             )
-
-
-def check_not_dealt_again(reader: object, num_replicas: int) -> None:
-    """Refuse to be read by accelerate's BatchSamplerShard, which takes every n-th batch of what is a share already.
-
-    accelerate puts it around the batch sampler of any plain DataLoader, asks no one, and the rest of the data is never seen.
-    The reader is all there is to know it by.
-    """
-    shards = getattr(reader, "num_processes", 1) if type(reader).__name__ == "BatchSamplerShard" else 1
-    if num_replicas > 1 and shards > 1:
-        raise ValueError(
-            f"these batches are the share of one of {num_replicas} ranks, and accelerate would deal them to {shards} processes once "
-            f"more: {shards - 1} of {shards} batches would never be seen. Use multipack.DataLoader, which accelerate leaves as it is, "
-            "or give accelerate the MultipackBatchSampler without DistributedBatchSampler."
-        )
 
 
 def check_agreement(fingerprint: str, group: dist.ProcessGroup | None = None) -> None:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
+from multipack.packing import whole_number
 from multipack.tail import BatchIndices
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 STATE_VERSION = 1
 
@@ -38,7 +42,8 @@ class EpochSampler(Sampler[list[int]], ABC):
     """
 
     # Invariant: _done batches were consumed since _origin, the global position (batch, micro-step) where this pass began;
-    # _resume is where the next pass begins, other than at the start only until a loaded position was made use of.
+    # _resume is where the next pass begins, other than at the start only until a loaded position was made use of. Only the
+    # newest pass counts: an older iterator that is read on is no longer where the sampler stands.
     batch_size = None
     drop_last: bool
 
@@ -46,6 +51,22 @@ class EpochSampler(Sampler[list[int]], ABC):
         self._epoch = 0
         self._resume = self._origin = (0, 0)
         self._done = 0
+        self._newest_pass = 0
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Lightning rebuilds the batch sampler of a plain torch loader as type(it)(a sampler of its own, batch_size=..., ...).
+        if "batch_size" in kwargs:
+            raise TypeError(
+                f"{cls.__name__} has no batch_size: its batches are bins, not rows, and no framework can rebuild it around a sampler "
+                "of its own. Under Lightning use PackedDataModule or multipack.DataLoader over DistributedBatchSampler, or deal the "
+                "batches by DistributedBatchSampler and set Trainer(use_distributed_sampler=False)."
+            )
+        return super().__new__(cls)
+
+    @property
+    def newest_pass(self) -> int:
+        """Number of the pass that `advance` counts for: `begin`, and going to another epoch, make a new one."""
+        return self._newest_pass
 
     @property
     def epoch(self) -> int:
@@ -59,16 +80,17 @@ class EpochSampler(Sampler[list[int]], ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`; the epoch it already is in keeps its position, as after `load_state_dict`."""
-        if epoch < 0:
-            raise ValueError(f"epoch is {epoch}, below 0.")
-        if epoch != self._epoch:
-            self._epoch = epoch
+        number = whole_number("epoch", epoch, 0)
+        if number != self._epoch:
+            self._epoch = number
             self._resume = self._origin = (0, 0)
             self._done = 0
+            self._newest_pass += 1
 
     def begin(self) -> Iterator[BatchIndices]:
         """Batches of the current epoch from its start, or from a loaded position."""
         self._origin, self._done = self._resume, 0
+        self._newest_pass += 1
         return self._batches_from(*self._origin)
 
     def advance(self) -> None:
@@ -79,8 +101,11 @@ class EpochSampler(Sampler[list[int]], ABC):
             self.set_epoch(self._epoch + 1)
 
     def __iter__(self) -> Iterator[BatchIndices]:
-        for batch in self.begin():
-            self.advance()
+        batches = self.begin()
+        number = self._newest_pass
+        for batch in batches:
+            if self._newest_pass == number:
+                self.advance()
             yield batch
 
     @property

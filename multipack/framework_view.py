@@ -1,11 +1,10 @@
 """What frameworks look for on a loader, so that none deals our batches to ranks once more, or not at all.
 
-Nothing here imports a framework: what is not loaded cannot be listening.
+What accelerate alone looks for is in `accelerate_view`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -58,17 +57,3 @@ def check_dealt(loader: torch.utils.data.DataLoader[Any]) -> None:
                 "Wrap it in DistributedBatchSampler, or prepare the loader by accelerate; where each rank is to have them all, "
                 "say so: DistributedBatchSampler(batch_sampler, num_replicas=1, rank=0)."
             )
-
-
-def gradient_state() -> Any:
-    """accelerate's GradientState, if an Accelerator was made in this process."""
-    module = sys.modules.get("accelerate.state")
-    if module is None or not module.GradientState._shared_state:
-        return None
-    return module.GradientState()
-
-
-def accelerate_device() -> torch.device:
-    """Where an Accelerator, which must exist, wants its batches."""
-    device: torch.device = sys.modules["accelerate.state"].PartialState().device
-    return device

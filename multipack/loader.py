@@ -17,11 +17,12 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
+from multipack.accelerate_view import accelerate_device
 from multipack.balance import BalanceMode
 from multipack.collate import PackedCollator
 from multipack.dataset import TokenDataset
 from multipack.device import DeviceCopier, DeviceLike, device_copier
-from multipack.framework_view import RankSampler, accelerate_device, check_dealt, is_dealt_to_ranks
+from multipack.framework_view import RankSampler, check_dealt, is_dealt_to_ranks
 from multipack.loader_iterator import LoaderIterator, Maker
 from multipack.overlong import Overlong
 from multipack.packing import PackMethod

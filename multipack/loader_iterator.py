@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from multipack.accelerate_view import gradient_state
 from multipack.device import DeviceCopier, InFlight
-from multipack.framework_view import gradient_state
 from multipack.prefetch import Prefetcher
 from multipack.stats import BatchSize, batch_size
 

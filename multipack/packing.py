@@ -5,6 +5,7 @@ A pure function of its arguments: no global random numbers, the same bins on eve
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from multipack import _core
 MAX_CAPACITY = 1 << 24
 """Largest capacity in tokens: the packers keep tables of that many entries."""
 
-NO_LIMIT = np.iinfo(np.int64).max
+_NO_LIMIT = int(np.iinfo(np.int64).max)
 
 Packer: TypeAlias = Callable[[NDArray[np.int32], int], tuple[ArrayLike, ArrayLike]]
 """A packer of the user's own: `(lengths, capacity) -> (offsets, indices)`."""
@@ -105,9 +106,10 @@ def pack(
             callable lost, repeated or overfilled something.
     """
     checked = as_lengths(lengths)
-    check_capacity(capacity)
+    capacity = checked_capacity(capacity)
     check_lengths(checked, capacity)
-    limit = _limit(max_sequences_per_bin)
+    limit = sequence_limit(max_sequences_per_bin)
+    seed = whole_number("seed", seed)
     small = np.ascontiguousarray(checked, dtype=np.int32)
     if small.size >= 2**31:
         raise ValueError(
@@ -130,10 +132,10 @@ def pack(
 def lower_bound(lengths: ArrayLike, capacity: int, max_sequences_per_bin: int | None = None) -> int:
     """Fewest bins any packing of `lengths` could use; see `Packing.lower_bound`."""
     checked = as_lengths(lengths)
-    check_capacity(capacity)
+    capacity = checked_capacity(capacity)
     check_lengths(checked, capacity)
     counts = np.bincount(checked, minlength=capacity + 1).astype(np.int64)
-    return int(_core.lower_bound(counts, capacity, _limit(max_sequences_per_bin)))
+    return int(_core.lower_bound(counts, capacity, sequence_limit(max_sequences_per_bin)))
 
 
 def as_lengths(lengths: ArrayLike) -> NDArray[Any]:
@@ -158,16 +160,31 @@ def as_lengths(lengths: ArrayLike) -> NDArray[Any]:
     return array
 
 
-def check_capacity(capacity: int) -> None:
-    """Refuse a capacity that is no whole number in 1..2^24."""
-    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer):
-        raise TypeError(f"capacity must be a whole number of tokens, not {capacity!r}.")
-    if not 1 <= capacity <= MAX_CAPACITY:
-        raise ValueError(f"capacity is {capacity} tokens, outside 1..{MAX_CAPACITY}: no bin could be filled.")
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
+    """`value` as Python's int, of whatever integer type it is: numpy's would overflow in sums and stay out of JSON.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is below `least`.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number, not {value!r}.")
+    number = operator.index(value)
+    if least is not None and number < least:
+        raise ValueError(f"{name} is {number}, below {least}.")
+    return number
+
+
+def checked_capacity(capacity: int) -> int:
+    """The capacity, which must be a whole number in 1..2^24."""
+    tokens = whole_number("capacity", capacity)
+    if not 1 <= tokens <= MAX_CAPACITY:
+        raise ValueError(f"capacity is {tokens} tokens, outside 1..{MAX_CAPACITY}: no bin could be filled.")
+    return tokens
 
 
 def check_lengths(lengths: NDArray[Any], capacity: int) -> None:
-    """Refuse lengths outside 1..capacity, naming the first such row, and sums that 64 bits cannot hold."""
+    """Refuse lengths outside 1..capacity, naming the first such row."""
     if lengths.size == 0:
         return
     low, high = int(lengths.min()), int(lengths.max())
@@ -187,21 +204,16 @@ def check_lengths(lengths: NDArray[Any], capacity: int) -> None:
         )
 
 
-def check_seed(seed: int) -> None:
-    """Refuse a seed that is no whole number."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise TypeError(f"seed must be a whole number, not {seed!r}.")
-
-
-def _limit(max_sequences_per_bin: int | None) -> int:
+def sequence_limit(max_sequences_per_bin: int | None) -> int:
+    """Most sequences of a bin, for the kernels, which know no None."""
     if max_sequences_per_bin is None:
-        return int(NO_LIMIT)
-    if max_sequences_per_bin < 1:
+        return _NO_LIMIT
+    limit = whole_number("max_sequences_per_bin", max_sequences_per_bin)
+    if limit < 1:
         raise ValueError(
-            f"max_sequences_per_bin is {max_sequences_per_bin}, below 1: no bin could hold a sequence. "
-            "Use None for no limit."
+            f"max_sequences_per_bin is {limit}, below 1: no bin could hold a sequence. Use None for no limit."
         )
-    return int(max_sequences_per_bin)
+    return limit
 
 
 def _call_packer(

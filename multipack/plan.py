@@ -21,7 +21,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack import _core
-from multipack.packing import PackMethod, as_lengths, check_capacity, check_lengths, check_seed, pack
+from multipack.packing import (
+    PackMethod,
+    as_lengths,
+    check_lengths,
+    checked_capacity,
+    pack,
+    sequence_limit,
+    whole_number,
+)
 
 WINDOW_BINS = 8192
 """Bins of a window: the one bin a window leaves partly filled then costs less than 0.01 %."""
@@ -79,24 +87,17 @@ class EpochPlan:
         max_sequences_per_bin: int | None = None,
     ) -> None:
         self.lengths = as_lengths(lengths)
-        check_capacity(capacity)
-        check_seed(seed)
-        check_lengths(self.lengths, capacity)
-        for name, value, least in (
-            ("epoch", epoch, 0),
-            ("window", WINDOW_BINS if window is None else window, 1),
-            ("shuffle_block", shuffle_block, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}, below {least}.")
-        self.capacity = int(capacity)
-        self.epoch = epoch
-        self.seed = seed
-        self.shuffle = shuffle
+        self.capacity = checked_capacity(capacity)
+        check_lengths(self.lengths, self.capacity)
+        self.epoch = whole_number("epoch", epoch, 0)
+        self.seed = whole_number("seed", seed)
+        self.shuffle = bool(shuffle)
         self.method = method
-        self.window_bins = WINDOW_BINS if window is None else window
-        self.shuffle_block = shuffle_block
-        self.max_sequences_per_bin = max_sequences_per_bin
+        self.window_bins = WINDOW_BINS if window is None else whole_number("window", window, 1)
+        self.shuffle_block = whole_number("shuffle_block", shuffle_block, 1)
+        self.max_sequences_per_bin = (
+            None if max_sequences_per_bin is None else sequence_limit(max_sequences_per_bin)
+        )
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
         self._digest: list[str] = []  # shared by the plans of all epochs
         self._edges = self._cut()
@@ -118,11 +119,9 @@ class EpochPlan:
 
     def at_epoch(self, epoch: int) -> EpochPlan:
         """The plan of another epoch over the same lengths, which are not checked again."""
-        if epoch < 0:
-            raise ValueError(f"epoch is {epoch}, below 0.")
         other = EpochPlan.__new__(EpochPlan)
         other.__dict__.update(self.__dict__)
-        other.epoch = epoch
+        other.epoch = whole_number("epoch", epoch, 0)
         other._ends = [0]
         other._cache = OrderedDict()
         other._lock = threading.Lock()
@@ -195,7 +194,7 @@ class EpochPlan:
             "num_sequences": self.num_rows,
             "lengths": self._lengths_digest(),
             "capacity": self.capacity,
-            "seed": int(self.seed),
+            "seed": self.seed,
             "shuffle": self.shuffle,
             "method": method,
             "window": self.window_bins,
@@ -340,7 +339,7 @@ def forecast(histogram: ArrayLike, capacity: int, max_sequences_per_bin: int | N
         ValueError: a length above the capacity, a negative count, or more tokens than 64 bits hold.
     """
     counts = as_lengths(histogram)
-    check_capacity(capacity)
+    capacity = checked_capacity(capacity)
     if counts.size and counts.min() < 0:
         raise ValueError(f"histogram[{int(np.argmin(counts))}] is {int(counts.min())}, below 0.")
     if counts.size and counts[0]:
@@ -360,7 +359,7 @@ def forecast(histogram: ArrayLike, capacity: int, max_sequences_per_bin: int | N
         )
     table = np.zeros(capacity + 1, np.int64)
     table[used] = exact
-    limit = np.iinfo(np.int64).max if max_sequences_per_bin is None else max_sequences_per_bin
+    limit = sequence_limit(max_sequences_per_bin)
     num_bins = int(_core.best_fit_decreasing_bins(table, capacity, limit))
     return Forecast(
         num_sequences=sum(exact),

@@ -60,6 +60,7 @@ class EpochPosition:
 
     def __init__(self, sampler: MultipackBatchSampler | DistributedBatchSampler) -> None:
         self._sampler = sampler
+        self._pass = 0
 
     def start(self, draw_first: bool) -> Pairs:
         return self.pairs()
@@ -68,13 +69,16 @@ class EpochPosition:
         pass
 
     def pairs(self) -> Pairs:
-        return ((ids, None) for ids in self._sampler.begin())
+        batches = self._sampler.begin()
+        self._pass = self._sampler.newest_pass
+        return ((ids, None) for ids in batches)
 
     def remaining(self) -> int:
         return self._sampler.remaining
 
     def yielded(self, mark: Any) -> None:
-        self._sampler.advance()
+        if self._sampler.newest_pass == self._pass:  # nobody went elsewhere meanwhile
+            self._sampler.advance()
 
     def ended(self) -> None:
         pass

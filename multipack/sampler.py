@@ -1,4 +1,4 @@
-"""Yield the bins of a plan as batches, and deal batches to ranks.
+"""Deal batches to ranks.
 
 Every rank computes the same dealing from the same numbers and takes its own share, so no rank ever talks to another and
 all have the same number of batches.
@@ -8,138 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
-from numpy.typing import ArrayLike
-
+from multipack.accelerate_view import check_not_dealt_again
 from multipack.balance import BALANCE_MODES, BalanceMode, deal
-from multipack.batches import Batches, ListedBatches, PlanBatches
-from multipack.distributed import check_not_dealt_again, check_rank_unchanged, rank_and_world_size
+from multipack.batches import Batches, ListedBatches
+from multipack.distributed import check_rank_unchanged, rank_and_world_size
 from multipack.epoch import STATE_VERSION, EpochSampler
 from multipack.foreign import as_announced, check_foreign, order_follows_epoch
-from multipack.packing import PackMethod
-from multipack.plan import EpochPlan
+from multipack.global_sampler import MultipackBatchSampler
+from multipack.packing import whole_number
 from multipack.tail import TAILS, BatchIndices, Tail, redeal
 
 __all__ = ["BatchIndices", "DistributedBatchSampler", "MultipackBatchSampler"]
 
 _logger = logging.getLogger(__name__)
-
-
-class MultipackBatchSampler(EpochSampler):
-    """Batches of packed sequences in the global order of a plan; knows nothing of ranks.
-
-    Args:
-        lengths: token counts of the rows, shape [num_rows], each in 1..capacity.
-        capacity: token slots of a bin.
-        bins_per_batch: bins that one rank collates at once.
-        shuffle, seed, method, window, shuffle_block, max_sequences_per_bin: as for `EpochPlan`.
-        drop_last: leave out a last batch of fewer than `bins_per_batch` bins.
-
-    Raises:
-        ValueError: there is no row or no batch, or a length is outside 1..capacity; see `EpochPlan`.
-    """
-
-    def __init__(
-        self,
-        lengths: ArrayLike,
-        capacity: int,
-        *,
-        bins_per_batch: int = 1,
-        shuffle: bool = True,
-        seed: int = 0,
-        method: PackMethod = "auto",
-        drop_last: bool = False,
-        max_sequences_per_bin: int | None = None,
-        window: int | None = None,
-        shuffle_block: int = 1,
-    ) -> None:
-        super().__init__()
-        if bins_per_batch < 1:
-            raise ValueError(f"bins_per_batch is {bins_per_batch}, below 1: no batch would hold a sequence.")
-        plan = EpochPlan(
-            lengths,
-            capacity,
-            seed=seed,
-            shuffle=shuffle,
-            method=method,
-            window=window,
-            shuffle_block=shuffle_block,
-            max_sequences_per_bin=max_sequences_per_bin,
-        )
-        if plan.num_rows == 0:
-            raise ValueError(
-                "there are no sequences to pack: every epoch would be empty and training would do nothing. "
-                "Check the data set and what its over-long policy dropped."
-            )
-        self.bins_per_batch = bins_per_batch
-        self.drop_last = drop_last
-        self._batches = PlanBatches(plan, bins_per_batch, drop_last)
-        if self._batches.count(0, 1) == 0:
-            raise ValueError(
-                f"{len(plan)} bins do not fill one batch of bins_per_batch={bins_per_batch}, and drop_last leaves out the "
-                f"rest: every epoch would be empty. Use bins_per_batch <= {len(plan)}, or drop_last=False."
-            )
-
-    @property
-    def capacity(self) -> int:
-        """Token slots of a bin."""
-        return self.plan.capacity
-
-    @property
-    def plan(self) -> EpochPlan:
-        """The plan of the current epoch."""
-        return self.batches.plan
-
-    @property
-    def batches(self) -> PlanBatches:
-        """Random access to the batches of the current epoch."""
-        if self._batches.plan.epoch != self._epoch:
-            self._batches = self._batches.at_epoch(self._epoch)
-        return self._batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    @property
-    def remaining(self) -> int:
-        return len(self) - self._resume[0]
-
-    @property
-    def fingerprint(self) -> str:
-        return json.dumps(
-            {**self.plan.inputs(), "bins_per_batch": self.bins_per_batch, "drop_last": self.drop_last},
-            sort_keys=True,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Position in the data: plain integers and strings."""
-        return {
-            "version": STATE_VERSION,
-            "epoch": self._epoch,
-            "batches": self._origin[0] + self._done,
-            "fingerprint": self.fingerprint,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position; the next pass begins there.
-
-        Raises:
-            ValueError: the state is of another version or of other data; names what differs.
-        """
-        self.check_fingerprint(state)
-        self.go_to(int(state["epoch"]), int(state["batches"]), 0)
-
-    def _batches_from(self, start: int, micro_step: int) -> Iterator[BatchIndices]:
-        batches = self.batches
-        while batches.count(start, 1):
-            yield batches.batch(start)
-            start += 1
-
-    def _has_more(self, start: int, micro_step: int, done: int) -> bool:
-        return self.batches.count(start + done, 1) == 1
 
 
 class DistributedBatchSampler(EpochSampler):
@@ -178,25 +62,18 @@ class DistributedBatchSampler(EpochSampler):
         super().__init__()
         _check_choice("tail", tail, TAILS)
         _check_choice("balance", balance, BALANCE_MODES)
-        for name, value in (
-            ("accumulate", accumulate),
-            ("balance_window", balance_window),
-            ("hidden_size", hidden_size),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, below 1.")
-        if balance == "none" and balance_window > 1:
-            raise ValueError(
-                f"balance_window is {balance_window} but balance is 'none': choose 'sorted' or 'lpt'."
-            )
         self._discovered = rank is None or num_replicas is None
         self.rank, self.num_replicas = rank_and_world_size(rank, num_replicas)
         self.batch_sampler = batch_sampler
         self.tail: Tail = tail
-        self.accumulate = accumulate
+        self.accumulate = whole_number("accumulate", accumulate, 1)
         self.balance: BalanceMode = balance
-        self.balance_window = balance_window
-        self.hidden_size = hidden_size
+        self.balance_window = whole_number("balance_window", balance_window, 1)
+        self.hidden_size = whole_number("hidden_size", hidden_size, 1)
+        if balance == "none" and self.balance_window > 1:
+            raise ValueError(
+                f"balance_window is {balance_window} but balance is 'none': choose 'sorted' or 'lpt'."
+            )
         self.drop_last = tail == "drop"
         if not isinstance(batch_sampler, MultipackBatchSampler):
             if isinstance(batch_sampler, DistributedBatchSampler):
@@ -223,7 +100,7 @@ class DistributedBatchSampler(EpochSampler):
         self._forward_epoch()
 
     def __iter__(self) -> Iterator[BatchIndices]:
-        check_not_dealt_again(sys._getframe(1).f_locals.get("self"), self.num_replicas)
+        check_not_dealt_again(self, self.num_replicas)
         return super().__iter__()
 
     def __len__(self) -> int:
@@ -281,8 +158,8 @@ class DistributedBatchSampler(EpochSampler):
         """Go to a saved position, of this or another number of ranks; the next pass begins there.
 
         Raises:
-            ValueError: the state is of another version or of other data (names what differs), or was saved inside a
-                balanced optimizer step of other ranks.
+            ValueError: the state is of another version or of other data (names what differs), was saved inside a balanced
+                optimizer step of other ranks, or leaves batches that tail="error" refuses.
         """
         self.check_fingerprint(state)
         dealing = ("num_replicas", "accumulate", "balance", "balance_window")
@@ -295,6 +172,7 @@ class DistributedBatchSampler(EpochSampler):
             )
         self._report_change_of_step(state)
         self.go_to(int(state["epoch"]), int(state["batches"]), int(state.get("micro_steps", 0)))
+        self._check_tail(self._resume[0])
 
     def _report_change_of_step(self, state: dict[str, Any]) -> None:
         """Say, once for all ranks, that an optimizer step now holds more or fewer batches: the learning rate may not fit."""
@@ -340,7 +218,7 @@ class DistributedBatchSampler(EpochSampler):
     def _batches_from(self, start: int, micro_step: int) -> Iterator[BatchIndices]:
         if self._discovered:
             check_rank_unchanged(self.rank, self.num_replicas)
-        self._check_tail()
+        self._check_tail(start)
         return self._deal_groups(self._batches(), start, micro_step)
 
     def _deal_groups(self, batches: Batches, start: int, micro_step: int) -> Iterator[BatchIndices]:
@@ -389,12 +267,12 @@ class DistributedBatchSampler(EpochSampler):
             left = self._num_global() - start
         return steps % self._group_steps < self._micro_steps(left)
 
-    def _check_tail(self) -> None:
-        if self.tail == "error" and self._num_global() % self.num_replicas:
-            total = self._num_global()
+    def _check_tail(self, start: int = 0) -> None:
+        """Refuse, under "error", batches from `start` on that do not fill a last micro-step."""
+        if self.tail == "error" and (left := (self._num_global() - start) % self.num_replicas):
             raise ValueError(
-                f"{total} batches cannot be dealt to {self.num_replicas} ranks evenly: {total % self.num_replicas} are left "
-                f"over, and tail is 'error'. Use tail='even', 'pad' or 'drop', or a number of ranks that divides {total}."
+                f"{self._num_global() - start} batches cannot be dealt to {self.num_replicas} ranks evenly: {left} are left over, and tail is "
+                f"'error'. Use tail='even', 'pad' or 'drop', or a number of ranks that divides them."
             )
 
     def _check_not_empty(self) -> None:

@@ -20,7 +20,7 @@ from multipack.agreement import Agreement
 from multipack.dataset import Selection, TokenDataset
 from multipack.distributed import rank_and_world_size
 from multipack.overlong import Overlong
-from multipack.packing import NO_LIMIT, check_capacity, check_seed
+from multipack.packing import checked_capacity, sequence_limit, whole_number
 from multipack.tail import BatchIndices
 
 Row: TypeAlias = Mapping[str, Any]
@@ -82,15 +82,6 @@ class StreamPacker(IterableDataset[Selection]):
         tail: StreamTail = "pad",
         timeout: float = 600.0,
     ) -> None:
-        check_capacity(capacity)
-        check_seed(seed)
-        for name, value in (
-            ("pool_size", pool_size),
-            ("bins_per_batch", bins_per_batch),
-            ("max_sequences_per_bin", 1 if max_sequences_per_bin is None else max_sequences_per_bin),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, below 1: no batch could be made.")
         for name, choice, choices in (
             ("overlong", overlong, ("error", "truncate", "split", "drop")),
             ("tail", tail, ("pad", "drop")),
@@ -101,13 +92,15 @@ class StreamPacker(IterableDataset[Selection]):
         self._source = _split_by_rank(source, self.rank, self.num_replicas)
         self._takes_every_nth = self._source is source
         self._start = copy.deepcopy(self._source.state_dict()) if _is_stateful(self._source) else None
-        self.capacity = capacity
+        self.capacity = checked_capacity(capacity)
         self.column = column
-        self.pool_size = pool_size
-        self.bins_per_batch = bins_per_batch
+        self.pool_size = whole_number("pool_size", pool_size, 1)
+        self.bins_per_batch = whole_number("bins_per_batch", bins_per_batch, 1)
         self.overlong: Overlong = overlong
-        self.max_sequences_per_bin = max_sequences_per_bin
-        self.seed = seed
+        self.max_sequences_per_bin = (
+            None if max_sequences_per_bin is None else sequence_limit(max_sequences_per_bin)
+        )
+        self.seed = whole_number("seed", seed)
         self.tail: StreamTail = tail
         self.report = StreamReport()
         self._agreement = Agreement(timeout) if self.num_replicas > 1 else None
@@ -206,8 +199,8 @@ class _Pass:
         self._packer = packer
         self._worker = worker
         self._num_workers = num_workers
-        limit = NO_LIMIT if packer.max_sequences_per_bin is None else packer.max_sequences_per_bin
-        self._pool = _core.StreamPool(packer.capacity, packer.pool_size, int(limit), packer.seed % 2**64)
+        limit = sequence_limit(packer.max_sequences_per_bin)
+        self._pool = _core.StreamPool(packer.capacity, packer.pool_size, limit, packer.seed % 2**64)
         self._waiting: dict[int, dict[str, Any]] = {}
         self._pending: list[dict[str, Any]] = []  # fragments of the row read last that found no place yet
         self._next_id = 0

@@ -190,6 +190,20 @@ def test_bad_input_is_named(lengths, capacity, error, text):
         pack(lengths, capacity)
 
 
+def test_numbers_of_numpy_are_those_of_python():
+    lengths = [3, 5, 2, 4, 1, 7, 6, 2]
+    ours = pack(lengths, np.int32(8), seed=np.int64(-7), max_sequences_per_bin=np.uint8(2))
+    plain = pack(lengths, 8, seed=-7, max_sequences_per_bin=2)
+    assert bins_of(ours) == bins_of(plain)
+    assert ours.lower_bound == plain.lower_bound == 4
+
+
+@pytest.mark.parametrize("name", ["seed", "max_sequences_per_bin"])
+def test_fractions_are_no_numbers_of_anything(name):
+    with pytest.raises(TypeError, match=f"{name} must be a whole number, not 3.0"):
+        pack([1], 8, **{name: 3.0})
+
+
 def test_unknown_method_and_limit_are_named():
     with pytest.raises(ValueError, match="'first_fit' is none of auto, stream"):
         pack([1], 8, method="first_fit")

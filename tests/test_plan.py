@@ -201,8 +201,9 @@ def test_the_users_own_packer_packs_each_window():
 def test_bad_input_is_named(arguments, text):
     with pytest.raises(ValueError, match=text):
         EpochPlan(**{"lengths": [5, 5], "capacity": 8, **arguments})
-    with pytest.raises(TypeError, match="seed must be a whole number"):
-        EpochPlan([5], 8, seed=1.5)
+    for name in ("seed", "epoch", "window", "shuffle_block", "max_sequences_per_bin"):
+        with pytest.raises(TypeError, match=f"{name} must be a whole number, not 1.5"):
+            EpochPlan([5], 8, **{name: 1.5})
 
 
 def test_forecast_is_that_of_packing_the_rows():
@@ -235,3 +236,5 @@ def test_forecast_of_a_hundred_billion_rows():
 def test_forecast_names_bad_histograms(histogram, text):
     with pytest.raises(ValueError, match=text):
         forecast(histogram, 8)
+    with pytest.raises(ValueError, match="max_sequences_per_bin is 0, below 1"):
+        forecast([0, 5], 8, max_sequences_per_bin=0)

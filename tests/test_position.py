@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from multipack.collate import PackedCollator
+from multipack.dataset import TokenDataset
 from multipack.loader import DataLoader, packed_dataloader
 from multipack.sampler import DistributedBatchSampler, MultipackBatchSampler
 from multipack.stream import StreamPacker
@@ -53,6 +54,20 @@ def test_state_counts_what_was_yielded_not_what_was_prefetched() -> None:
     while iterator._made.ready < 10 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert loader.state_dict()["sampler"]["batches"] == 3
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+def test_a_pass_is_of_the_epoch_it_began_in_and_counts_for_no_other(dealt: bool) -> None:
+    rows = TokenDataset(token_rows())
+    sampler: Any = MultipackBatchSampler(rows.lengths, 64)
+    sampler = DistributedBatchSampler(sampler, num_replicas=1, rank=0) if dealt else sampler
+    loader: Any = DataLoader(rows, batch_sampler=sampler, collate_fn=PackedCollator())
+    expected = keys(loader)
+    sampler.set_epoch(0)
+    iterator = iter(loader)
+    sampler.set_epoch(5)
+    assert keys(iterator) == expected
+    assert (sampler.epoch, loader.state_dict()["sampler"]["batches"]) == (5, 0)
 
 
 def test_a_state_saved_after_a_whole_epoch_yields_a_whole_next_one() -> None:

@@ -250,6 +250,59 @@ def test_a_loaded_position_is_used_once():
     assert list(sampler) == everything  # broken off: the epoch starts again
 
 
+def test_an_older_pass_that_is_read_on_does_not_count():
+    sampler = packed()
+    older = iter(sampler)
+    next(older)
+    newer = iter(sampler)
+    next(newer)
+    list(older)
+    assert (sampler.epoch, sampler.state_dict()["batches"]) == (0, 1)
+    list(newer)
+    assert (sampler.epoch, sampler.state_dict()["batches"]) == (1, 0)
+
+
+def test_a_pass_read_on_after_going_to_another_epoch_does_not_count():
+    sampler = packed()
+    iterator = iter(sampler)
+    next(iterator)
+    sampler.set_epoch(3)
+    list(iterator)
+    assert (sampler.epoch, sampler.state_dict()["batches"]) == (3, 0)
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    def sampler(number):
+        return DistributedBatchSampler(
+            packed(
+                seed=number(3),
+                bins_per_batch=number(2),
+                window=number(9),
+                shuffle_block=number(2),
+                max_sequences_per_bin=number(4),
+            ),
+            num_replicas=number(2),
+            rank=number(1),
+            accumulate=number(2),
+            balance="lpt",
+            balance_window=number(2),
+            hidden_size=number(64),
+        )
+
+    ours, plain = sampler(np.int64), sampler(int)
+    ours.set_epoch(np.int64(5))
+    plain.set_epoch(5)
+    assert list(ours.begin()) == list(plain.begin())
+    assert json.dumps(ours.state_dict()) == json.dumps(plain.state_dict())
+    assert list(MultipackBatchSampler(LENGTHS, np.int64(64), seed=np.uint8(3))) == list(packed(seed=3))
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**80), 2**64 + 5])
+def test_seeds_of_any_size_and_sign_name_an_order(seed):
+    assert rows([packed(seed=seed)]) == list(range(400))
+    assert list(packed(seed=seed)) == list(packed(seed=seed)) != list(packed(seed=seed + 1))
+
+
 def test_state_behind_the_last_batch_is_the_next_epoch():
     sampler = ranks_of(packed, 4, tail="drop")[0]
     total = len(sampler.batch_sampler)
@@ -310,6 +363,29 @@ def test_one_sequence_on_four_ranks_counts_once():
     [
         (lambda: MultipackBatchSampler([], 8), ValueError, "no sequences to pack"),
         (lambda: MultipackBatchSampler([5], 8, bins_per_batch=0), ValueError, "bins_per_batch is 0"),
+        (
+            lambda: MultipackBatchSampler([5], 8, bins_per_batch=2.0),
+            TypeError,
+            "bins_per_batch must be a whole",
+        ),
+        (lambda: packed(max_sequences_per_bin=0), ValueError, "max_sequences_per_bin is 0, below 1"),
+        (
+            lambda: packed(max_sequences_per_bin=2.0),
+            TypeError,
+            "max_sequences_per_bin must be a whole number",
+        ),
+        (lambda: packed().set_epoch(1.0), TypeError, r"epoch must be a whole number, not 1\.0"),
+        (lambda: packed().set_epoch(-1), ValueError, "epoch is -1, below 0"),
+        (
+            lambda: DistributedBatchSampler(packed(), num_replicas=2.0, rank=0),
+            TypeError,
+            "num_replicas must be a whole number",
+        ),
+        (
+            lambda: DistributedBatchSampler(packed(), num_replicas=1, rank=0, accumulate=1.5),
+            TypeError,
+            "accumulate must be a whole number",
+        ),
         (
             lambda: MultipackBatchSampler([5, 5], 8, bins_per_batch=3, drop_last=True),
             ValueError,
@@ -425,6 +501,37 @@ def test_a_state_from_inside_a_balanced_step_needs_the_same_dealing():
     other = DistributedBatchSampler(packed(), num_replicas=3, rank=0, accumulate=4, balance="sorted")
     with pytest.raises(ValueError, match="1 micro-steps inside a balanced optimizer step"):
         other.load_state_dict(sampler.state_dict())
+
+
+def test_a_state_from_inside_a_balanced_step_needs_ranks():
+    sampler = DistributedBatchSampler(packed(), num_replicas=2, rank=0, accumulate=4, balance="lpt")
+    iterator = iter(sampler)
+    next(iterator)
+    with pytest.raises(ValueError, match="1 micro-steps inside a balanced optimizer step of 2 ranks"):
+        packed().load_state_dict(sampler.state_dict())
+    for _ in range(3):
+        next(iterator)
+    bare = packed()
+    bare.load_state_dict(sampler.state_dict())
+    assert bare.remaining == len(bare) - 8
+
+
+def test_what_a_resumed_epoch_leaves_over_is_an_error_as_well():
+    # 8 bins: even for 2 and for 4 ranks, but after one micro-step of 2 ranks 6 are left, and 4 ranks would have repeated two.
+    def eight():
+        return MultipackBatchSampler([64] * 8, 64)
+
+    first = DistributedBatchSampler(eight(), num_replicas=2, rank=0, tail="error")
+    iterator = iter(first)
+    next(iterator)
+    for rank in range(4):
+        sampler = DistributedBatchSampler(eight(), num_replicas=4, rank=rank, tail="error")
+        with pytest.raises(ValueError, match="6 batches cannot be dealt to 4 ranks evenly: 2 are left over"):
+            sampler.load_state_dict(first.state_dict())
+    next(iterator)
+    sampler = DistributedBatchSampler(eight(), num_replicas=4, rank=0, tail="error")
+    sampler.load_state_dict(first.state_dict())
+    assert (sampler.remaining, len(list(sampler))) == (1, 1)
 
 
 def test_sequential_rows_of_torch_can_be_resumed():

@@ -39,6 +39,17 @@ def test_accelerate_may_not_deal_a_plain_loaders_share_once_more() -> None:
         list(prepared(dealt(0, 2), rank=0))
 
 
+def test_accelerate_may_not_deal_the_share_of_a_sampler_derived_from_ours() -> None:
+    class Counting(DistributedBatchSampler):
+        def __iter__(self) -> Any:
+            return (batch for batch in super().__iter__())
+
+    sampler = Counting(MultipackBatchSampler(dataset().lengths, 10), rank=1, num_replicas=2)
+    with pytest.raises(ValueError, match=r"share of one of 2 ranks"):
+        list(prepared(sampler, rank=1))
+    assert len(list(sampler)) == 2  # read by nobody's loader
+
+
 def test_accelerate_may_deal_what_is_not_dealt() -> None:
     tokens = 0
     for rank in range(2):

@@ -166,8 +166,15 @@ def test_pytorch_lightning_20272_the_plan_survives_or_an_error_says_so(
     kept = prepared(dealt)
     assert isinstance(kept.sampler, DistributedSampler)
     assert [batch.tolist() for batch in kept] == expected
-    with pytest.raises((TypeError, ValueError), match="MultipackBatchSampler"):
-        list(prepared(MultipackBatchSampler([1] * 64, 2)))
+    with pytest.raises(
+        TypeError, match=r"MultipackBatchSampler has no batch_size.*use_distributed_sampler=False"
+    ):
+        prepared(MultipackBatchSampler([1] * 64, 2))
+    plain: Any = TorchDataLoader(Numbers(64), batch_sampler=dealt)
+    with pytest.raises(
+        TypeError, match=r"DistributedBatchSampler has no batch_size.*use_distributed_sampler=False"
+    ):
+        connector._prepare_dataloader(plain, shuffle=True, mode=RunningStage.TRAINING)
 
 
 @pytest.mark.parametrize("dealt", [False, True])
