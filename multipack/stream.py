@@ -10,7 +10,7 @@ import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -19,11 +19,11 @@ from multipack import _core
 from multipack.agreement import Agreement
 from multipack.dataset import Selection, TokenDataset
 from multipack.distributed import rank_and_world_size
-from multipack.overlong import Overlong
+from multipack.overlong import Overlong, apply_overlong
 from multipack.packing import checked_capacity, sequence_limit, whole_number
+from multipack.stream_rows import Row, cut, flattened
 from multipack.tail import BatchIndices
 
-Row: TypeAlias = Mapping[str, Any]
 StreamTail: TypeAlias = Literal["pad", "drop"]
 
 STATE_VERSION = 1
@@ -31,14 +31,14 @@ STATE_VERSION = 1
 
 @dataclass
 class StreamReport:
-    """What became of rows that could not be packed as they were; counts since the stream began."""
+    """What became of rows that could not be packed as they were; counts since the stream began, as those of `DatasetReport`."""
 
     empty_sequences: int = 0
-    dropped_sequences: int = 0
-    dropped_tokens: int = 0
-    truncated_sequences: int = 0
-    truncated_tokens: int = 0
-    split_sequences: int = 0
+    """Rows without a token, left out because a bin cannot hold them."""
+    overlong_sequences: int = 0
+    """Rows above the capacity, which were truncated, split or dropped."""
+    lost_tokens: int = 0
+    """Tokens that were cut off or dropped."""
 
 
 class StreamPacker(IterableDataset[Selection]):
@@ -83,8 +83,8 @@ class StreamPacker(IterableDataset[Selection]):
         timeout: float = 600.0,
     ) -> None:
         for name, choice, choices in (
-            ("overlong", overlong, ("error", "truncate", "split", "drop")),
-            ("tail", tail, ("pad", "drop")),
+            ("overlong", overlong, get_args(Overlong)),
+            ("tail", tail, get_args(StreamTail)),
         ):
             if choice not in choices:
                 raise ValueError(f"{name} {choice!r} is none of {', '.join(map(repr, choices))}.")
@@ -122,13 +122,16 @@ class StreamPacker(IterableDataset[Selection]):
                 "Use multipack.DataLoader, whose workers are threads, or num_workers=0."
             )
         loaded, self._loaded = self._loaded, None
-        self._pass = _Pass(self, loaded, worker.id if worker else 0, worker.num_workers if worker else 1)
-        batches = self._pass.batches()
+        reading = _Pass(self, loaded, worker.id if worker else 0, worker.num_workers if worker else 1)
+        self._pass = reading
+        batches = reading.batches()
         if self._agreement is not None:
             batches = self._agreement.keep_step(batches, self.tail, may_be_empty=loaded is not None)
         for rows in batches:
             yield self._select(rows)
-        if self._agreement is None and loaded is None and self._pass.is_untouched:
+        if self._pass is reading:
+            self._pass = None  # the next pass begins anew, also from a state
+        if self._agreement is None and loaded is None and reading.is_untouched:
             raise ValueError(
                 "the stream gave no row, so the epoch would be empty. A generator can be read only once: pass an iterable that "
                 "begins anew each time, such as a list or an IterableDataset."
@@ -205,7 +208,7 @@ class _Pass:
         self._pending: list[dict[str, Any]] = []  # fragments of the row read last that found no place yet
         self._next_id = 0
         self._num_read = 0
-        self._source_state: Any = None
+        self._source_ended = False
         if loaded is not None:
             self._restore(loaded)
         self._rows = self._open(loaded)
@@ -231,6 +234,7 @@ class _Pass:
             "source": {
                 "epoch": self._packer._epoch,
                 "num_read": self._num_read,
+                "ended": self._source_ended,
                 "state": source.state_dict() if _is_stateful(source) else None,
                 "worker": [self._worker, self._num_workers],
             },
@@ -268,16 +272,20 @@ class _Pass:
         self._pending = list(pool["pending"])
         self._next_id = len(rows)
         self._num_read = state["source"]["num_read"]
+        self._source_ended = state["source"]["ended"]
         self._packer.report = StreamReport(**state["report"])
 
     def _open(self, loaded: dict[str, Any] | None) -> Iterator[Row]:
         """The rows of this rank and worker that were not read yet."""
         packer, source = self._packer, self._packer._source
+        at_place = False
         if loaded is not None:
             packer.set_epoch(loaded["source"]["epoch"])
+            if self._source_ended:  # it may stand at its start again
+                return iter(())
             if _is_stateful(source) and loaded["source"]["state"] is not None:
                 source.load_state_dict(loaded["source"]["state"])
-                return iter(source)
+                at_place = self._num_read > 0
         elif packer._start is not None:  # a source that was once resumed would begin there for ever
             source.load_state_dict(copy.deepcopy(packer._start))
         share, shares = 0, 1
@@ -285,13 +293,16 @@ class _Pass:
             share, shares = packer.rank, packer.num_replicas
         if not _splits_by_worker(source):
             share, shares = share * self._num_workers + self._worker, shares * self._num_workers
-        return itertools.islice(iter(source), share + self._num_read * shares, None, shares)
+        # A source at its place stands behind the row read last; the rows of other shares come before the next of ours.
+        first = shares - 1 if at_place else share + self._num_read * shares
+        return itertools.islice(iter(source), first, None, shares)
 
     def _refill(self) -> None:
         while not self._pool.full:
             if not self._pending:
-                row = next(self._rows, None)
+                row = None if self._source_ended else next(self._rows, None)
                 if row is None:
+                    self._source_ended = True
                     return
                 self._num_read += 1
                 self._pending = self._fit(row)
@@ -324,37 +335,22 @@ class _Pass:
     def _fit(self, row: Row) -> list[dict[str, Any]]:
         """The row as it can be packed: itself, nothing, cut, or in pieces."""
         packer, report = self._packer, self._packer.report
+        row = flattened(row)
         length = self._length(row)
-        if length == 0:
-            report.empty_sequences += 1
-            return []
-        if length <= packer.capacity:
+        if 0 < length <= packer.capacity:
             return [dict(row)]
-        over = length - packer.capacity
-        if packer.overlong == "drop":
-            report.dropped_sequences += 1
-            report.dropped_tokens += length
-            return []
-        if packer.overlong == "truncate":
-            report.truncated_sequences += 1
-            report.truncated_tokens += over
-            return [_cut(row, length, 0, packer.capacity)]
-        if packer.overlong == "split":
-            report.split_sequences += 1
-            return [_cut(row, length, at, at + packer.capacity) for at in range(0, length, packer.capacity)]
-        raise ValueError(
-            f"row {self._num_read - 1} of the stream has {length} tokens, {over} above the capacity of {packer.capacity}: it fits no "
-            "bin. Raise the capacity, or pass overlong='truncate', 'split' or 'drop'."
-        )
-
-
-def _cut(row: Row, length: int, start: int, stop: int) -> dict[str, Any]:
-    """Tokens start..stop-1 of every column that has one value a token."""
-    return {key: value[start:stop] if _is_per_token(value, length) else value for key, value in row.items()}
-
-
-def _is_per_token(value: Any, length: int) -> bool:
-    return not isinstance(value, str | bytes | Mapping) and np.ndim(value) > 0 and len(value) == length
+        if length and packer.overlong == "error":
+            raise ValueError(
+                f"row {self._num_read - 1} of the stream has {length} tokens, {length - packer.capacity} above the capacity of "
+                f"{packer.capacity}: it fits no bin. Raise the capacity, or pass overlong='truncate', 'split' or 'drop'."
+            )
+        usable = apply_overlong(np.array([length]), packer.capacity, packer.overlong)
+        report.empty_sequences += usable.report.empty_sequences
+        report.overlong_sequences += usable.report.overlong_sequences
+        report.lost_tokens += usable.report.lost_tokens
+        starts = np.zeros_like(usable.lengths) if usable.starts is None else usable.starts
+        places = zip(starts.tolist(), usable.lengths.tolist(), strict=True)
+        return [cut(row, length, start, start + size) for start, size in places]
 
 
 def _is_stateful(source: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import datasets
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import multipack
 from multipack import PackedCollator
+from multipack.dataset import TokenDataset
 from multipack.stream import StreamPacker
 
 CAPACITY = 64
@@ -129,6 +131,66 @@ def test_a_prefetching_loader_saves_what_was_yielded():
     assert taken + list(second) == whole
 
 
+class Rewinding:
+    """Numbered rows with a state, which stand at their start again once all were read, as many sources do."""
+
+    def __init__(self, count):
+        self.count, self.place = count, 0
+
+    def __iter__(self):
+        while self.place < self.count:
+            self.place += 1
+            yield {"input_ids": [self.place - 1] * 10}
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("stop", [0, 1, 3, 6, "last"])
+def test_each_rank_resumes_its_share_of_a_stateful_source(monkeypatch, rank, stop):
+    monkeypatch.setattr("multipack.stream.Agreement.__init__", lambda self, timeout: None)
+    monkeypatch.setattr("multipack.stream.Agreement.keep_step", lambda self, batches, *_, **__: batches)
+
+    def packer():
+        return StreamPacker(Rewinding(61), 32, pool_size=5, num_replicas=3, rank=rank)
+
+    whole = [row_ids(batch) for batch in packer()]
+    assert sorted(row for batch in whole for row in batch) == list(range(rank, 61, 3))
+    first = packer()
+    batches = iter(first)
+    for _ in range(len(whole) if stop == "last" else stop):
+        next(batches)
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    second = packer()
+    second.load_state_dict(state)
+    assert [row_ids(batch) for batch in second] == (whole[stop:] if stop != "last" else [])
+    assert [row_ids(batch) for batch in second] == whole
+
+
+@pytest.mark.parametrize("source", [lambda: Rewinding(20), lambda: ROWS[:20]])
+def test_the_state_after_a_pass_is_the_start_of_the_next(source):
+    packer = StreamPacker(source(), CAPACITY)
+    whole = [row_ids(batch) for batch in packer]
+    other = StreamPacker(source(), CAPACITY)
+    other.load_state_dict(packer.state_dict())
+    assert [row_ids(batch) for batch in other] == whole
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    ours = StreamPacker(
+        ROWS, np.int64(CAPACITY), seed=np.int64(-5), pool_size=np.int64(9), max_sequences_per_bin=np.int8(3)
+    )
+    plain = StreamPacker(ROWS, CAPACITY, seed=-5, pool_size=9, max_sequences_per_bin=3)
+    assert [row_ids(batch) for batch in ours] == [row_ids(batch) for batch in plain]
+    next(iter(ours))
+    assert json.loads(json.dumps(ours.state_dict()))["capacity"] == CAPACITY
+
+
 def test_ranks_take_every_nth_row(monkeypatch):
     # Without a process group there is no agreement, so only the split is looked at.
     monkeypatch.setattr("multipack.stream.Agreement", lambda timeout: None)
@@ -156,9 +218,9 @@ def test_an_overlong_row_is_an_error_by_default():
 @pytest.mark.parametrize(
     ("overlong", "lengths", "report"),
     [
-        ("drop", [3, 5], {"dropped_sequences": 1, "dropped_tokens": 150}),
-        ("truncate", [3, 5, 64], {"truncated_sequences": 1, "truncated_tokens": 86}),
-        ("split", [3, 5, 22, 64, 64], {"split_sequences": 1}),
+        ("drop", [3, 5], {"overlong_sequences": 1, "lost_tokens": 150}),
+        ("truncate", [3, 5, 64], {"overlong_sequences": 1, "lost_tokens": 86}),
+        ("split", [3, 5, 22, 64, 64], {"overlong_sequences": 1}),
     ],
 )
 def test_overlong_rows_are_cut_or_counted(overlong, lengths, report):
@@ -170,6 +232,36 @@ def test_overlong_rows_are_cut_or_counted(overlong, lengths, report):
         labels = sorted(label for s in sequences if s["input_ids"][0] == 1 for label in s["labels"].tolist())
         assert labels == list(range(150))
     assert vars(packer.report) == {**vars(multipack.stream.StreamReport()), **report}
+
+
+def test_only_token_columns_are_cut():
+    row = {
+        "input_ids": [1, 2, 3, 4],
+        "labels": np.array([5, 6, 7, 8]),
+        "words": list("abcd"),
+        "turns": [[1], [1, 2]],
+        "text": "four",
+        "score": torch.tensor(0.5),
+    }
+    (batch,) = StreamPacker([row], 3, overlong="truncate")
+    kept = TokenDataset([row], max_length=3, overlong="truncate")[0]
+    for got in (batch[0], kept):
+        assert (got["input_ids"].tolist(), got["labels"].tolist()) == ([1, 2, 3], [5, 6, 7])
+        assert (got["words"], got["text"]) == (list("abcd"), "four")
+        assert (got["turns"], got["score"].item()) == ([[1], [1, 2]], 0.5)
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_rows_of_shape_one_by_length_have_that_length(tensors):
+    # 4 rows of 30 tokens: two fit a bin of 64, and not four, as if each had one token.
+    rows = [{"input_ids": [[row] * 30], "labels": [list(range(30))]} for row in range(4)]
+    if tensors:
+        rows = [{key: torch.tensor(value) for key, value in row.items()} for row in rows]
+    batches = list(StreamPacker(rows, CAPACITY))
+    assert sorted(row_ids(batch) for batch in batches) == [[0, 1], [2, 3]]
+    assert PackedCollator()(batches[0])["num_tokens"] == 60
+    cut = [sequence for batch in StreamPacker(rows, 20, overlong="truncate") for sequence in batch]
+    assert [sequence["labels"].tolist() for sequence in cut] == [list(range(20))] * 4
 
 
 def test_empty_rows_are_left_out_and_counted():
