@@ -28,6 +28,51 @@ def test_each_sequence_once_in_equal_counts(lengths, capacity, ranks):
     assert len(split) == fewest
 
 
+def tokens_of(split, lengths):
+    """Tokens of every micro-batch that counts, ascending."""
+    return sorted(sum(lengths[row] for row in b.rows) for step in split for b in step if not b.repeated)
+
+
+def test_bins_stay_as_packed_where_evening_out_would_overfill_one():
+    # Longest first to the emptiest of three bins would end at 5 + 3 + 3 = 11; packed, all three are full.
+    lengths = [5, 5, 4, 4, 3, 3, 3]
+    split = split_micro_batches(lengths, 9, num_replicas=1)
+    assert tokens_of(split, lengths) == [9, 9, 9]
+
+
+def test_bins_as_full_as_the_capacity_are_evened_out():
+    # Best-fit decreasing makes 6, 5 + 1 and 1 + 1 + 1.
+    lengths = [6, 5, 1, 1, 1, 1]
+    assert tokens_of(split_micro_batches(lengths, 6, num_replicas=3), lengths) == [4, 5, 6]
+
+
+def test_a_bin_of_several_sequences_is_halved_for_a_rank_that_has_none():
+    # 8 bins for 3 ranks. Nine bins by longest first would overfill one, and of the fullest bins one is a single sequence.
+    lengths = [25, 12, 12, 10, 9, 7, 10, 7, 9, 12, 10, 8, 11, 9, 8, 9, 10, 7]
+    split = split_micro_batches(lengths, 25, num_replicas=3)
+    assert [len(micro_step) for micro_step in split] == [3, 3, 3]
+    batches = [batch for micro_step in split for batch in micro_step]
+    assert sorted(row for batch in batches for row in batch.rows.tolist()) == list(range(18))
+    # Packed they hold 20, 20, 23, 23, 24, 25, 25, 25: the first 25 of several sequences, 9 + 9 + 7, becomes 9 + 7 and 9.
+    assert tokens_of(split, lengths) == [9, 16, 20, 20, 23, 23, 24, 25, 25]
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "beside_the_longest"), [(1, [[0]]), (4096, [[2, 3], [2, 4], [3, 4]])]
+)
+def test_attention_counts_in_the_cost_that_ranks_are_dealt_by(hidden_size, beside_the_longest):
+    # Tokens: 10, 11, 6 + 6 and 6 + 5. Tokens + squares / 12: 18.3, 21.1, 18.0 and 16.1.
+    split = split_micro_batches([10, 11, 6, 6, 6, 5], 12, num_replicas=2, hidden_size=hidden_size)
+    (others,) = [
+        sorted(b.rows.tolist())
+        for step in split
+        if any(1 in b.rows for b in step)
+        for b in step
+        if 1 not in b.rows
+    ]
+    assert others in beside_the_longest
+
+
 def test_ranks_get_even_work():
     lengths = np.random.default_rng(0).integers(16, 400, 500)
     split = split_micro_batches(lengths, 2048, num_replicas=8)

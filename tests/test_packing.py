@@ -159,18 +159,19 @@ def test_nothing_to_pack():
 
 def test_a_bin_is_indexed_like_a_sequence():
     packing = pack([4, 4, 4], 8, method="next_fit")
-    assert packing[-1].tolist() == [2]
-    with pytest.raises(IndexError, match="bin 2 of 2 bins"):
-        packing[2]
+    assert [packing[b].tolist() for b in (0, 1, -1, -2)] == [[0, 1], [2], [2], [0, 1]]
+    for b in (2, -3):
+        with pytest.raises(IndexError, match=f"bin {b} of 2 bins"):
+            packing[b]
 
 
 @pytest.mark.parametrize(
     ("lengths", "capacity", "error", "text"),
     [
-        ([3, 0, 2], 8, ValueError, "row 1 has length 0, below 1"),
+        ([1, 0, 2], 8, ValueError, "row 1 has length 0, below 1"),
         ([3, -4], 8, ValueError, "row 1 has length -4, below 1"),
         (
-            [3, 9, 12],
+            [8, 9, 12],
             8,
             ValueError,
             r"row 1 has 9 tokens, above the capacity of 8; 2 rows are too long, the longest has 12",
@@ -178,6 +179,7 @@ def test_a_bin_is_indexed_like_a_sequence():
         ([3.0], 8, TypeError, "whole numbers, not float64"),
         ([True], 8, TypeError, "whole numbers, not bool"),
         ([[1, 2]], 8, ValueError, "one-dimensional"),
+        ([[]], 8, ValueError, "one-dimensional"),
         ([1], 0, ValueError, "capacity is 0 tokens, outside 1"),
         ([1], -5, ValueError, "capacity is -5 tokens"),
         ([1], (1 << 24) + 1, ValueError, "outside 1..16777216"),
@@ -185,9 +187,21 @@ def test_a_bin_is_indexed_like_a_sequence():
         ([1], True, TypeError, "capacity must be a whole number"),
     ],
 )
-def test_bad_input_is_named(lengths, capacity, error, text):
+@pytest.mark.parametrize("function", [pack, lower_bound])
+def test_bad_input_is_named(function, lengths, capacity, error, text):
     with pytest.raises(error, match=text):
-        pack(lengths, capacity)
+        function(lengths, capacity)
+
+
+def test_the_largest_capacity_packs():
+    assert bins_of(pack([1 << 24, 1], 1 << 24)) == [[0], [1]]
+
+
+def test_seeds_count_modulo_two_to_the_64():
+    lengths = np.random.default_rng(6).integers(1, 60, 300)
+    for seed, same in ((-1, 2**64 - 1), (2**64 + 3, 3)):
+        assert bins_of(pack(lengths, 64, seed=seed)) == bins_of(pack(lengths, 64, seed=same))
+    assert bins_of(pack(lengths, 64, seed=1)) != bins_of(pack(lengths, 64))
 
 
 def test_numbers_of_numpy_are_those_of_python():
@@ -205,7 +219,9 @@ def test_fractions_are_no_numbers_of_anything(name):
 
 
 def test_unknown_method_and_limit_are_named():
-    with pytest.raises(ValueError, match="'first_fit' is none of auto, stream"):
+    with pytest.raises(
+        ValueError, match="'first_fit' is none of auto, stream, best_fit_decreasing, next_fit, nor"
+    ):
         pack([1], 8, method="first_fit")
     with pytest.raises(ValueError, match="max_sequences_per_bin is 0, below 1"):
         pack([1], 8, max_sequences_per_bin=0)
@@ -226,10 +242,16 @@ def test_a_packer_of_the_users_own_is_used():
         (([0, 3], [0, 1, 1]), ValueError, "lost row 2"),
         (([0, 2, 4], [0, 1, 2, 2]), ValueError, "repeated row 2 2 times"),
         (([0, 3], [0, 1, 2]), ValueError, "overfilled bin 0: 12 tokens, above the capacity of 8"),
-        (([0, 2, 3], [0, 1, 7]), ValueError, "returned row 7, outside 0..2"),
+        (([0, 2, 3], [0, 1, 3]), ValueError, "returned row 3, outside 0..2"),
+        (([0, 2, 3], [0, 1, -1]), ValueError, "returned row -1, outside 0..2"),
         (([0, 2, 2, 3], [0, 1, 2]), ValueError, "offsets that do not cut"),
         (([0, 2], [0, 1, 2]), ValueError, "offsets that do not cut"),
+        (([1, 3], [0, 1, 2]), ValueError, "offsets that do not cut"),
+        ((np.array([], int), np.array([], int)), ValueError, "offsets that do not cut"),
         (([0.0, 3.0], [0, 1, 2]), TypeError, "one-dimensional integer arrays"),
+        (([0, 3], [0.0, 1.0, 2.0]), TypeError, "one-dimensional integer arrays"),
+        (([[0, 3]], [0, 1, 2]), TypeError, "one-dimensional integer arrays"),
+        (([0, 3], [[0], [1], [2]]), TypeError, "one-dimensional integer arrays"),
     ],
 )
 def test_a_wrong_answer_of_the_users_packer_is_named(answer, error, text):
@@ -240,9 +262,19 @@ def test_a_wrong_answer_of_the_users_packer_is_named(answer, error, text):
         pack([4, 4, 4], 8, method=mine)
 
 
+def test_a_full_bin_is_not_the_one_that_is_overfilled():
+    with pytest.raises(ValueError, match="overfilled bin 1: 9 tokens"):
+        pack([4, 4, 4, 5], 8, method=lambda lengths, capacity: ([0, 2, 4], range(4)))
+
+
 def test_a_packer_of_the_users_own_must_keep_the_limit():
-    with pytest.raises(ValueError, match="3 sequences into bin 0, above the limit of 2"):
-        pack([1, 1, 1], 8, method=lambda lengths, capacity: ([0, 3], [0, 1, 2]), max_sequences_per_bin=2)
+    with pytest.raises(ValueError, match="3 sequences into bin 1, above the limit of 2"):
+        pack([1] * 5, 8, method=lambda lengths, capacity: ([0, 2, 5], range(5)), max_sequences_per_bin=2)
+
+
+def test_a_packer_of_the_users_own_may_have_nothing_to_pack():
+    nothing = np.array([], int)
+    assert len(pack([], 8, method=lambda lengths, capacity: ([0], nothing))) == 0
 
 
 @settings(max_examples=20)
