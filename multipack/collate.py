@@ -272,6 +272,12 @@ def _wide(column: NumberColumn) -> torch.dtype:
 
 
 def _check_columns(columns: Columns, located: Located) -> None:
+    for name in ("labels", *_MASKS, "attention_mask"):
+        if name in columns.objects or (name in columns.scalars and name != "labels"):
+            raise ValueError(
+                f"column {name!r} has no number for each token, so it would choose no targets: make it a list of numbers as long as "
+                "the tokens, or leave it out by TokenDataset(columns=...)"
+            )
     for kind in (columns.tokens, columns.scalars, columns.objects):
         taken = _MADE_HERE.intersection(kind)
         if taken:

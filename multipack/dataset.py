@@ -152,7 +152,10 @@ class TokenDataset(Dataset[dict[str, Any]]):
 
         `ids` may carry `bin_offsets` and `repeated`, as the batches of our samplers do.
         """
-        numbers: npt.NDArray[np.int64] = np.array(ids, dtype=np.int64)
+        given = np.array(ids)
+        if given.size and given.dtype.kind not in "iu":
+            raise TypeError(f"ids must be whole numbers, not {given.dtype}: they are numbers of sequences")
+        numbers: npt.NDArray[np.int64] = given.astype(np.int64, copy=False)
         if numbers.size and (numbers.min() < 0 or numbers.max() >= len(self)):
             wrong = int(numbers[(numbers < 0) | (numbers >= len(self))][0])
             raise IndexError(f"sequence {wrong} is outside 0..{len(self) - 1}")

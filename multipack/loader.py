@@ -185,6 +185,9 @@ class DataLoader(TorchDataLoader[T_co]):
         Our samplers go on by themselves after a whole epoch; this is for others, and for going anywhere else.
         """
         self._position.set_epoch(epoch)
+        self._tell_epoch(epoch)
+
+    def _tell_epoch(self, epoch: int) -> None:
         inner = getattr(self.batch_sampler, "sampler", None)
         for target in {id(t): t for t in (self.batch_sampler, self.sampler, inner, self.dataset)}.values():
             set_epoch = getattr(target, "set_epoch", None)
@@ -207,6 +210,8 @@ class DataLoader(TorchDataLoader[T_co]):
                 also be raised by the next pass, when the sampler turns out to give another order.
         """
         self._position.load_state_dict(state_dict)
+        if state_dict.get("epoch") is not None:  # of a sampler that is not ours
+            self._tell_epoch(state_dict["epoch"])
 
     @property
     def _is_accelerate_prepared(self) -> bool:

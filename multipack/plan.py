@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -143,10 +144,8 @@ class EpochPlan:
             missing = range(len(self._ends) - 1, self.num_windows)
             with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1), "multipack-plan") as threads:
                 counts = list(threads.map(self._count, missing))
-            ends = self._ends[: missing.start + 1]
-            for count in counts:
-                ends.append(ends[-1] + count)
-            self._ends = ends
+            with self._lock:  # a thread may be about to append the window it has planned
+                self._ends[missing.start :] = itertools.accumulate(counts, initial=self._ends[missing.start])
         return self._ends[-1]
 
     @property

@@ -341,6 +341,23 @@ def test_mask_columns_of_ones_are_not_passed_on_and_padded_rows_are_refused():
             collate(collator, rows)
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("labels", ["good", "bad"]),
+        ("labels", [[[1], [2, 3]], [[3], [4]]]),
+        ("loss_mask", [0, 1]),
+        ("assistant_masks", ["01", "1"]),
+        ("attention_mask", [1, 1]),
+    ],
+)
+@pytest.mark.parametrize("collator", [PackedCollator(), PaddedCollator()])
+def test_targets_that_are_not_one_a_token_are_refused(collator, name, values):
+    rows = TokenDataset({"input_ids": [[1, 2], [3]], name: values})
+    with pytest.raises(ValueError, match=f"column '{name}' has no number for each token"):
+        collator(rows.__getitems__([0, 1]))
+
+
 def test_columns_made_here_are_refused():
     with pytest.raises(ValueError, match="makes \\['position_ids'\\] itself"):
         collate(PackedCollator(), [{"input_ids": [1], "position_ids": [0]}])

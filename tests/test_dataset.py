@@ -486,6 +486,9 @@ def test_a_selection_is_a_sequence_of_rows():
         TokenDataset(ROWS).__getitems__([0, 3])
     with pytest.raises(IndexError, match=r"sequence -1 is outside 0\.\.2"):
         TokenDataset(ROWS).__getitems__([-1])
+    for ids in ([1.7], [True, False]):
+        with pytest.raises(TypeError, match=r"ids must be whole numbers, not (float64|bool)"):
+            TokenDataset(ROWS).__getitems__(ids)
 
 
 def test_a_selection_keeps_what_a_sampler_noted_on_its_batch():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -134,6 +135,26 @@ def test_lengths_are_not_copied_and_little_is_kept():
     assert len(plan) == -(-100_000 // 40)
     assert plan.lengths is lengths
     assert len(pickle.dumps(plan)) < lengths.nbytes + 5000
+
+
+def test_the_length_may_be_asked_for_while_a_thread_plans():
+    plan = EpochPlan([5] * 30, 10, window=3)
+    length = len(plan.at_epoch(0))
+    asking = threading.Thread(target=plan.__len__)
+
+    class Ends(list):
+        def __len__(self):  # between a thread's look at the list and its append
+            number = super().__len__()
+            if plan._lock.locked() and asking.ident is None:
+                asking.start()
+                asking.join(0.2)
+            return number
+
+    plan._ends = Ends(plan._ends)
+    assert plan.has_bin(0)
+    asking.join()
+    assert len(plan) == length == 15
+    assert list(plan._ends) == [0, 3, 6, 9, 12, 15]
 
 
 def test_a_pickled_plan_gives_the_same_bins():

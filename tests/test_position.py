@@ -281,6 +281,20 @@ def test_an_epoch_set_by_hand_is_part_of_the_state() -> None:
     assert len(numbers(resumed)) == 5
 
 
+def test_the_epoch_in_a_state_reaches_torchs_sampler() -> None:
+    def loader() -> DataLoader[int]:
+        return DataLoader(Rows(20), batch_size=3, sampler=DistributedSampler(range(20), 2, 0, seed=1))
+
+    first = loader()
+    first.set_epoch(3)
+    iterator = iter(first)
+    next(iterator)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = loader()
+    second.load_state_dict(state)  # and no set_epoch
+    assert numbers(second) == numbers(iterator)
+
+
 def test_batches_dealt_from_torchs_sampler_resume_by_epoch() -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(
