@@ -100,7 +100,7 @@ def test_a_column_of_numbers_holds_the_lengths_themselves(tmp_path: Path) -> Non
         ([{"input_ids": [1]}, {"input_ids": "a"}], "values of different kinds"),
         ([{"input_ids": [[1, 2]]}], "must hold token lists"),
         ([{"length": -3}], "row 0 has the length -3"),
-        ([{"input_ids": [1]}, [2]], "line 2 is no object"),
+        ([{"input_ids": [1]}, [2]], "line 2 is not an object"),
         ([], "holds no rows"),
     ],
 )
@@ -114,8 +114,8 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"input_ids": [1]}\n{"input')
     np.save(tmp_path / "table.npy", np.zeros((2, 2), np.int64))
     for name, message in (
-        ("rows.txt", "no kind of file"),
-        ("broken.jsonl", "line 2 is no JSON"),
+        ("rows.txt", "not a kind of file"),
+        ("broken.jsonl", "line 2 is not JSON"),
         ("table.npy", r"shape \(2, 2\)"),
         ("missing.npy", "does not exist"),
     ):
@@ -124,6 +124,55 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no file that ends with"):
         lengths_of(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("kind", ["npy", "parquet", "arrow", "feather", "jsonl.gz"])
+@pytest.mark.parametrize("size", [0, 40, -20])
+def test_files_that_are_cut_short_are_named(tmp_path: Path, kind: str, size: int) -> None:
+    path = written(tmp_path, kind)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=rf"rows\.{kind}.*(whole|holds no rows)"):
+        lengths_of(path)
+
+
+def test_damaged_folders_of_save_to_disk_are_named(tmp_path: Path) -> None:
+    saved = written(tmp_path, "saved")
+    next(saved.glob("*.arrow")).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"rows\.saved cannot be read"):
+        lengths_of(saved)
+    (saved / "state.json").write_text("{")
+    with pytest.raises(ValueError, match=r"rows\.saved cannot be read"):
+        lengths_of(saved)
+    (saved / "dataset_dict.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not list the splits"):
+        lengths_of(saved)
+
+
+def test_a_saved_data_set_without_rows_says_so(tmp_path: Path) -> None:
+    Dataset.from_dict({"input_ids": []}).save_to_disk(tmp_path / "none")
+    with pytest.raises(ValueError, match="none holds no rows"):
+        lengths_of(tmp_path / "none")
+
+
+def test_a_split_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="it has no splits"):
+        lengths_of(written(tmp_path, "saved"), split="dev")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_of_rows_is_read_as_rows(tmp_path: Path, indent: int | None) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([{"input_ids": row} for row in ROWS], indent=indent))
+    assert lengths_of(tmp_path / "rows.json") == LENGTHS
+    (tmp_path / "numbers.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match="something other than rows"):
+        lengths_of(tmp_path / "numbers.json")
+
+
+@pytest.mark.parametrize("length", [-1, 2**62, 2**63 + 5])
+def test_numbers_that_count_no_tokens_are_named(tmp_path: Path, length: int) -> None:
+    np.save(tmp_path / "odd.npy", np.array([3, length], np.uint64 if length > 2**62 else np.int64))
+    with pytest.raises(ValueError, match=rf"odd\.npy: row 1 has the length {length}, outside 0"):
+        lengths_of(tmp_path / "odd.npy")
 
 
 def test_numbers_of_a_small_data_set_worked_out_by_hand() -> None:
@@ -230,6 +279,32 @@ def test_bench_measures_each_number_of_threads(
         assert 0 <= row["wait_share"] < 1
 
 
+@pytest.mark.parametrize("width", [50, 78, 79, 80])
+def test_no_letter_of_a_table_is_cut_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    np.save(tmp_path / "rows.npy", np.full(1_700, 100))
+    assert main(["inspect", str(tmp_path / "rows.npy"), "--capacity", "1000"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= width
+    packed = said[said.index("Packed") : said.index("An epoch")].splitlines()[1:]
+    place = packed[0].index("no packing")
+    notes = " ".join(line[place:].strip() for line in packed)
+    assert notes.startswith("no packing needs fewer than 170 100.000% at best")
+
+
+def test_bench_counts_the_first_batch_of_each_epoch_with_its_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # An epoch of one batch has no time between its batches; making it takes more than 10 us all the same.
+    path = written(tmp_path, "npy")
+    arguments = ["--capacity", "1000", "--seconds", "0.05", "--step-ms", "1", "--workers", "0", "--json"]
+    assert main(["bench", str(path), *arguments]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["measured"]
+    assert 1 < row["batches_per_second"] < 1e5
+
+
 def test_bench_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, "npy")
     assert main(["bench", str(path), "--capacity", "10", "--seconds", "0.02", "--workers", "1"]) == 0
@@ -243,11 +318,34 @@ def test_errors_are_one_line_without_a_traceback(tmp_path: Path, capsys: pytest.
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--capacity", "0"], ["--capacity", "8", "--ranks", "-1"], []])
-def test_wrong_arguments_are_refused(tmp_path: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--capacity", "0"], "--capacity: 0 is not a whole number, 1 or more"),
+        (["--capacity", "4e3"], "--capacity: 4e3 is not a whole number, 1 or more"),
+        (["--capacity", "8", "--ranks", "-1"], "--ranks: -1 is not a whole number, 1 or more"),
+        (["--capacity", "8", "--seed", "-1"], "--seed: -1 is not a whole number, 0 or more"),
+        (["--capacity", "8", "--plot", "out"], "--plot: out does not end with .png"),
+        (["--capacity", "8", "--plot", "missing/out.png"], "--plot: the folder missing does not exist"),
+        ([], "required: --capacity"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["inspect", str(tmp_path), *arguments])
     assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
+def test_times_that_never_end_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", str(tmp_path), "--capacity", "8", f"--seconds={seconds}"])
+    assert f"{seconds} is not a time above 0" in capsys.readouterr().err
 
 
 def test_missing_packages_are_named(

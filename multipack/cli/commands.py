@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
+from multipack import __version__
 from multipack.cli.inspection import Inspection, Question, inspect
 from multipack.cli.measure import Measured, measure, open_tokens
 from multipack.cli.scan import Progress, Scanned, scan, tokenizer_of
@@ -116,7 +118,9 @@ def _name(paths: Sequence[Path]) -> str:
 
 def _need(package: str, what: str, *, asked: bool, otherwise: str = "") -> None:
     if asked and find_spec(package) is None:
-        raise ValueError(f"{what} need {package}, which is not installed: pip install {package}{otherwise}.")
+        raise ValueError(
+            f"{package}, which is needed for {what}, is not installed: pip install {package}{otherwise}."
+        )
 
 
 @contextmanager
@@ -135,7 +139,10 @@ def _progress(options: argparse.Namespace) -> Iterator[Progress]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="multipack", description="Pack, deal and feed token sequences.")
+    parser = argparse.ArgumentParser(
+        prog="multipack", description="What sequence packing does with your data, and how fast it is fed."
+    )
+    parser.add_argument("--version", action="version", version=f"multipack {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspecting = commands.add_parser(
         "inspect",
@@ -143,21 +150,35 @@ def _parser() -> argparse.ArgumentParser:
         description="Plan an epoch over your data: bins, steps, what padding would cost, what waiting costs.",
     )
     _add_data(inspecting)
-    inspecting.add_argument("--ranks", type=_positive, default=1, help="processes that train (1)")
     inspecting.add_argument(
-        "--accumulate", type=_positive, default=1, help="batches of an optimizer step (1)"
+        "--ranks", type=_count(1), default=1, metavar="N", help="processes that train (default: 1)"
     )
-    inspecting.add_argument("--seed", type=int, default=0)
+    inspecting.add_argument(
+        "--accumulate",
+        type=_count(1),
+        default=1,
+        metavar="N",
+        help="batches of a rank in an optimizer step, gradient accumulation (default: 1)",
+    )
+    inspecting.add_argument(
+        "--seed", type=_count(0), default=0, metavar="N", help="of the order (default: 0)"
+    )
     inspecting.add_argument(
         "--padded-rows",
-        type=_positive,
+        type=_count(1),
         metavar="N",
-        help="rows of the padded batches to compare with (as many tokens as a packed batch)",
+        help="rows of the padded batches to compare with (default: about the tokens of a packed batch)",
     )
     inspecting.add_argument(
-        "--hidden-size", type=_positive, default=4096, help="of the model, for the cost of attention (4096)"
+        "--hidden-size",
+        type=_count(1),
+        default=4096,
+        metavar="N",
+        help="hidden size of the model, for the cost of attention (default: 4096)",
     )
-    inspecting.add_argument("--plot", type=Path, metavar="OUT.PNG", help="write a picture")
+    inspecting.add_argument(
+        "--plot", type=_picture, metavar="OUT.png", help="write a picture (.png, .pdf or .svg)"
+    )
     inspecting.set_defaults(run=_inspect)
     measuring = commands.add_parser(
         "bench",
@@ -166,17 +187,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_data(measuring)
     measuring.add_argument(
-        "--step-ms", type=_positive_float, default=20.0, help="time of a training step (20)"
+        "--step-ms", type=_time, default=20.0, metavar="MS", help="time of a training step (default: 20)"
     )
     measuring.add_argument(
         "--workers",
-        type=int,
+        type=_count(0),
         nargs="+",
         default=[0, 1, 2],
         metavar="N",
-        help="numbers of threads to try (0 1 2)",
+        help="numbers of loader threads to try (default: 0 1 2)",
     )
-    measuring.add_argument("--seconds", type=_positive_float, default=2.0, help="of each measurement (2)")
+    measuring.add_argument(
+        "--seconds", type=_time, default=2.0, metavar="S", help="time of each measurement (default: 2)"
+    )
     measuring.set_defaults(run=_bench)
     return parser
 
@@ -188,34 +211,63 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="PATH",
-        help="a folder of save_to_disk or of data files; .parquet, .arrow, .jsonl[.gz]; .npy of lengths",
+        help="a folder of save_to_disk or of data files; a .parquet, .arrow, .jsonl[.gz] or .json file; .npy of lengths",
     )
-    parser.add_argument("--capacity", type=_positive, required=True, help="token slots of a bin")
-    parser.add_argument("--bins-per-batch", type=_positive, default=1, help="bins of a batch (1)")
     parser.add_argument(
-        "--column", help="token lists, lengths, text or conversations (a usual name is looked for)"
+        "--capacity", type=_count(1), required=True, metavar="TOKENS", help="token slots of a bin"
     )
-    parser.add_argument("--split", help="of a saved DatasetDict (train)")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer for text and conversations")
+    parser.add_argument(
+        "--bins-per-batch", type=_count(1), default=1, metavar="N", help="bins of a batch (default: 1)"
+    )
+    parser.add_argument(
+        "--column",
+        metavar="NAME",
+        help="column of token lists, lengths, text or conversations (default: the first of the usual names)",
+    )
+    parser.add_argument(
+        "--split", metavar="NAME", help="split of a saved DatasetDict (default: train, or the only one)"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer for text and conversations"
+    )
     parser.add_argument(
         "--overlong",
         choices=("drop", "truncate", "split"),
         default="drop",
-        help="what becomes of rows above the capacity (drop)",
+        help="what becomes of rows above the capacity (default: drop)",
     )
-    parser.add_argument("--method", choices=get_args(MethodName), default="auto", help="how to pack (auto)")
-    parser.add_argument("--json", action="store_true", help="print numbers for programs")
+    parser.add_argument(
+        "--method", choices=get_args(MethodName), default="auto", help="how to pack (default: auto)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
+def _count(least: int) -> Callable[[str], int]:
+    """A whole number of at least that much."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number, {least} or more")
+        return int(text)
+
+    return read
+
+
+def _time(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a time above 0")
     return number
 
 
-def _positive_float(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
+def _picture(text: str) -> Path:
+    """Checked before a long scan, not after it."""
+    path = Path(text)
+    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text} does not end with .png, .pdf or .svg")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist")
+    return path

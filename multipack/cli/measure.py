@@ -90,7 +90,7 @@ def measure(
         progress("measuring", 2 * number + 1, 2 * len(workers))
         paced = loader(num_workers)
         _run(paced, step_ms / 1e3, seconds)
-        taken = max(fast.stats.loop_seconds, 1e-9)
+        taken = fast.stats.start_seconds + fast.stats.loop_seconds
         measured.append(
             Measured(
                 workers=num_workers,
@@ -147,7 +147,7 @@ def open_tokens(
         description = f"random tokens in memory, with the lengths{first}"
     if not len(dataset):
         raise ValueError(
-            f"no row fits a capacity of {capacity}: raise --capacity, or choose --overlong split."
+            f"no row has 1 to {capacity} tokens, so none fits a bin: raise --capacity, or choose --overlong split."
         )
     return Tokens(dataset, description)
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from multipack.cli.inspection import Inspection
@@ -59,13 +59,15 @@ def _lengths(axis: Axes, found: Inspection) -> None:
         edges[:-1], counts, widths, align="edge", color=np.where(fits, _BLUE, _RED), alpha=0.85, linewidth=0
     )
     axis.set_xscale("log", base=2)
-    axis.set_xlim(edges[0], max(edges[-1], found.question.capacity * 1.15))
+    capacity = found.question.capacity
+    axis.set_xlim(min(edges[0], capacity / 2), max(edges[-1], capacity * 1.15))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axis.axvline(found.question.capacity, color=_INK, linewidth=1.2, linestyle=(0, (4, 3)))
+    axis.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10], integer=True))
+    axis.axvline(capacity, color=_INK, linewidth=1.2, linestyle=(0, (4, 3)))
     axis.annotate(
-        f"capacity {found.question.capacity:,}",
-        (found.question.capacity, 0.5),
+        f"capacity {capacity:,}",
+        (capacity, 0.5),
         (-4, 0),
         xycoords=("data", "axes fraction"),
         textcoords="offset points",
@@ -84,7 +86,7 @@ def _lengths(axis: Axes, found: Inspection) -> None:
     share.spines[:].set_visible(False)
     axis.set_xlabel("tokens of a row", color=_INK, fontsize=9)
     over = f", {found.rows.overlong:,} above the capacity" if found.rows.overlong else ""
-    _dress(axis, f"{found.rows.rows:,} rows by length{over}")
+    _dress(axis, f"{_counted(found.rows.rows, 'row')} by length{over}")
 
 
 def _edges(shortest: int, longest: int) -> NDArray[np.int64]:
@@ -102,7 +104,10 @@ def _padded(axis: Axes, found: Inspection) -> None:
     for y in range(_BARS):
         lengths = rng.choice(usable, size).astype(np.int64)
         _bar(axis, y, lengths, np.arange(size) * lengths.max(), int(size * lengths.max()))
-    _dress(axis, f"padded batches of {size:,} rows, laid flat: {found.padded.padding_share:.1%} padding")
+    _dress(
+        axis,
+        f"padded batches of {_counted(size, 'row')}, laid flat: {found.padded.padding_share:.1%} padding",
+    )
 
 
 def _packed(axis: Axes, found: Inspection) -> None:
@@ -115,7 +120,10 @@ def _packed(axis: Axes, found: Inspection) -> None:
         if bins:
             slots = len(bins) * question.capacity
             _bar(axis, y, np.concatenate(lengths), np.concatenate(starts), slots)
-    _dress(axis, f"packed batches, the first of {found.bins.bins:,} bins: {found.bins.efficiency:.2%} full")
+    _dress(
+        axis,
+        f"packed batches, the first of {_counted(found.bins.bins, 'bin')}: {found.bins.efficiency:.2%} full",
+    )
 
 
 def _bar(axis: Axes, y: int, lengths: NDArray[np.int64], starts: NDArray[np.int64], slots: int) -> None:
@@ -136,6 +144,7 @@ def _same_slots(padded: Axes, packed: Axes) -> None:
         axis.set_yticks([])
         axis.margins(0)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axis.xaxis.set_major_locator(MaxNLocator(4 if widest > 1e7 else 8, integer=True))
         axis.set_xlabel("token slots", color=_INK, fontsize=9)
 
 
@@ -154,7 +163,7 @@ def _speed_up(axis: Axes, found: Inspection) -> None:
             va="bottom",
             **style,
         )
-        axis.text(middle, 0.48, "less compute", fontsize=10, va="top", **style)
+        axis.text(middle, 0.48, "expected speed-up", fontsize=10, va="top", **style)
 
 
 def _balance(axis: Axes, found: Inspection) -> None:
@@ -174,13 +183,12 @@ def _balance(axis: Axes, found: Inspection) -> None:
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     axis.legend(loc="upper right", frameon=False, fontsize=8)
     question = found.question
-    _dress(
-        axis, f"time lost to the slowest of {question.ranks} ranks, {_batches(question.accumulate)} a step"
-    )
+    batches = "1 batch" if question.accumulate == 1 else f"{question.accumulate:,} batches"
+    _dress(axis, f"time lost to the slowest of {question.ranks:,} ranks, {batches} a step")
 
 
-def _batches(number: int) -> str:
-    return "1 batch" if number == 1 else f"{number:,} batches"
+def _counted(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _dress(axis: Any, title: str) -> None:

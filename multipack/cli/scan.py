@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +24,11 @@ COLUMNS = ("input_ids", "tokens", "messages", "conversations", "text", "length",
 """Columns that are looked for, in this order, where none is named."""
 
 _LINES_AT_ONCE = 4096
+_MOST_TOKENS = 1 << 40
+"""Of a row: sums over 2^22 such rows still fit 64 bits, and a larger number is not a count of tokens."""
 _SUFFIXES = (".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".json", ".npy")
+_UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError, pa.ArrowException)
+"""What libraries raise about files that are cut short, damaged or of another kind; they do not say which file."""
 
 
 class Progress(Protocol):
@@ -70,7 +76,7 @@ def scan(
     for file in data_files(paths, split):
         reader.read(file)
         files += 1
-    if not reader.parts:
+    if not any(len(part) for part in reader.parts):
         raise ValueError(f"{', '.join(map(str, paths))} holds no rows.")
     return Scanned(np.concatenate(reader.parts), reader.column or "lengths", files, reader.made_up)
 
@@ -88,15 +94,15 @@ def _files(path: Path, split: str | None) -> list[Path]:
     """The files that one argument means."""
     if not path.exists():
         raise ValueError(f"{path} does not exist.")
-    if path.is_file():
-        return [path]
     if (path / "dataset_dict.json").exists():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        splits = _splits(path / "dataset_dict.json")
         name = split or ("train" if "train" in splits or len(splits) > 1 else splits[0])
         if name not in splits:
             raise ValueError(f"{path} has the splits {', '.join(splits)}: name one by --split.")
         return [path / name]
-    if (path / "state.json").exists():
+    if split is not None:
+        raise ValueError(f"--split {split}: {path} is not a saved DatasetDict, so it has no splits.")
+    if path.is_file() or (path / "state.json").exists():
         return [path]
     found = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(_SUFFIXES))
     if not found:
@@ -104,6 +110,14 @@ def _files(path: Path, split: str | None) -> list[Path]:
             f"{path} holds no data set that save_to_disk wrote, and no file that ends with {', '.join(_SUFFIXES)}."
         )
     return found
+
+
+def _splits(listing: Path) -> list[str]:
+    try:
+        splits: list[str] = json.loads(listing.read_text())["splits"]
+    except (*_UNREADABLE, KeyError) as error:
+        raise ValueError(f"{listing} does not list the splits of a DatasetDict: {error}.") from error
+    return splits
 
 
 class _Reader:
@@ -120,6 +134,14 @@ class _Reader:
 
     def read(self, path: Path) -> None:
         self._path, self._num_rows = path, 0
+        try:
+            self._read(path)
+        except _UNREADABLE as error:
+            raise ValueError(
+                f"{path} cannot be read; is it whole, and what its name says? {error}"
+            ) from error
+
+    def _read(self, path: Path) -> None:
         name = path.name
         if path.is_dir():
             self._read_saved(path)
@@ -132,22 +154,27 @@ class _Reader:
         elif name.endswith((".jsonl", ".jsonl.gz", ".json", ".json.gz")):
             self._read_lines(path)
         else:
-            raise ValueError(f"{path} is no kind of file that is read here: {', '.join(_SUFFIXES)}.")
+            raise ValueError(f"{path} is not a kind of file that is read here: {', '.join(_SUFFIXES)}.")
 
     def _read_array(self, path: Path) -> None:
         self.made_up = True
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} is not a whole .npy file of numbers.") from error
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(
                 f"{path} has shape {array.shape} and dtype {array.dtype}; it must hold one whole number of tokens a row."
             )
-        self._keep(array.astype(np.int64))
+        self._keep(array)
 
     def _read_saved(self, path: Path) -> None:
         try:
             import datasets
         except ImportError as error:
             raise ValueError(f"{path} needs the package datasets: pip install 'multipack[data]'.") from error
+        if not json.loads((path / "state.json").read_text())["_data_files"]:
+            return  # a data set without rows, which datasets writes and cannot read
         saved = datasets.load_from_disk(str(path))
         name = self._choose(saved.column_names)
         table = saved.data.table.select([name])
@@ -181,7 +208,7 @@ class _Reader:
         total = path.stat().st_size
         with path.open("rb") as raw:
             lines: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            for rows in self._parsed(lines):
+            for rows in self._blocks(lines):
                 name = self._choose(list(rows[0]))
                 try:
                     values = [row[name] for row in rows]
@@ -192,26 +219,34 @@ class _Reader:
                 self._keep(self._lengths(name, _as_array(values, f"{path}, column {name!r}")))
                 self._progress(path.name, raw.tell(), total)
 
-    def _parsed(self, lines: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
-        """Blocks of rows of JSON lines."""
-        block: list[dict[str, Any]] = []
+    def _blocks(self, lines: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
+        """Blocks of rows of JSON lines, or of one JSON array of rows."""
+        rest = iter(lines)
+        first = next(rest, b"")
+        whole = first.lstrip().startswith(b"[")
+        rows = iter(self._array(first + b"".join(rest)) if whole else self._rows(chain([first], rest)))
+        while block := list(islice(rows, _LINES_AT_ONCE)):
+            yield block
+
+    def _array(self, text: bytes) -> list[dict[str, Any]]:
+        rows = json.loads(text)
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{self._path} is an array of something other than rows: each must be {{...}}.")
+        return rows  # type: ignore[no-any-return]
+
+    def _rows(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{self._path}, line {number + 1} is no JSON: {error.msg}.") from error
+                raise ValueError(f"{self._path}, line {number + 1} is not JSON: {error.msg}.") from error
             if not isinstance(row, dict):
                 raise ValueError(  # noqa: TRY004 (a file of the wrong kind, not an argument)
-                    f"{self._path}, line {number + 1} is no object: each line must be one row, as {{...}}."
+                    f"{self._path}, line {number + 1} is not an object: each line must be one row, as {{...}}."
                 )
-            block.append(row)
-            if len(block) == _LINES_AT_ONCE:
-                yield block
-                block = []
-        if block:
-            yield block
+            yield row
 
     def _choose(self, names: Sequence[str]) -> str:
         """The column to read; settled by the first file."""
@@ -219,7 +254,9 @@ class _Reader:
             self.column = next((name for name in COLUMNS if name in names), None)
         if self.column is None or self.column not in names:
             wanted = f"no column {self.column!r}" if self.column else "no column of a usual name"
-            raise ValueError(f"{self._path} has {wanted}, only {', '.join(names)}: name one with --column.")
+            raise ValueError(
+                f"{self._path} has {wanted}, only {', '.join(names) or 'empty rows'}: name one with --column."
+            )
         return self.column
 
     def _lengths(self, name: str, values: pa.Array) -> NDArray[np.int64]:
@@ -250,12 +287,14 @@ class _Reader:
         self.made_up = True
         return np.array(self._tokenise(values), np.int64)
 
-    def _keep(self, lengths: NDArray[np.int64]) -> None:
-        if lengths.size and lengths.min() < 0:
+    def _keep(self, lengths: NDArray[Any]) -> None:
+        wrong = (lengths < 0) | (lengths > _MOST_TOKENS)
+        if wrong.any():
+            row = int(np.argmax(wrong))
             raise ValueError(
-                f"{self._path}: row {self._num_rows + int(np.argmax(lengths < 0))} has the length {int(lengths.min())}."
+                f"{self._path}: row {self._num_rows + row} has the length {lengths[row]}, outside 0..{_MOST_TOKENS}."
             )
-        self.parts.append(lengths)
+        self.parts.append(lengths.astype(np.int64))
         self._num_rows += len(lengths)
 
 
@@ -277,15 +316,16 @@ def tokenizer_of(folder: Path) -> Tokenise:
         ValueError: transformers is missing, or the folder holds no tokenizer.
     """
     if not folder.is_dir():
-        raise ValueError(f"--tokenizer {folder} is no folder: nothing is fetched from a hub.")
+        raise ValueError(f"--tokenizer {folder} is not a folder: nothing is fetched from a hub.")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ValueError("--tokenizer needs transformers: pip install 'multipack[train]'.") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except OSError as error:
-        raise ValueError(f"--tokenizer {folder}: no tokenizer there ({error}).") from error
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(" :")
+        raise ValueError(f"--tokenizer {folder}: no tokenizer there ({reason}).") from error
     tokenizer.model_max_length = int(1e30)  # it would warn of each longer text
 
     def count(values: list[Any]) -> list[int]:

@@ -16,13 +16,19 @@ def show(found: Inspection, source: str, console: Console) -> None:
     """Print one table a topic."""
     console.print()
     console.print(f"[bold]{source}[/bold]", highlight=False)
-    for table in (_rows(found), _bins(found), _steps(found), _padded(found), _balance(found)):
-        if table.row_count:
-            console.print(table)
-            console.print()
+    for table in (_rows(found), _bins(found), _steps(found), _padded(found)):
+        # Fixed widths: with minimal ones rich takes what does not fit off the end of the last column.
+        table.columns[0].width = min(28, console.width * 3 // 8)
+        table.columns[1].width = min(17, console.width // 5)
+        console.print(table)
+        console.print()
+    if found.balance:
+        console.print(_balance(found))
+        console.print()
 
 
 def _table(title: str) -> Table:
+    """Lines of a label, a number and a note."""
     table = Table(
         title=title,
         title_justify="left",
@@ -32,8 +38,8 @@ def _table(title: str) -> Table:
         pad_edge=False,
         padding=(0, 2, 0, 0),
     )
-    table.add_column(min_width=30)
-    table.add_column(justify="right", min_width=16)
+    table.add_column()
+    table.add_column(justify="right", overflow="fold")
     table.add_column(style="dim")
     return table
 
@@ -92,7 +98,7 @@ def _bins(found: Inspection) -> Table:
 
 def _steps(found: Inspection) -> Table:
     question, steps = found.question, found.steps
-    ranks = "1 rank" if question.ranks == 1 else f"{question.ranks} ranks"
+    ranks = "1 rank" if question.ranks == 1 else f"{question.ranks:,} ranks"
     table = _table(
         f"An epoch on {ranks}, {question.bins_per_batch} x {question.capacity:,} tokens a batch, {_batches(question.accumulate)} a step"
     )
@@ -108,7 +114,8 @@ def _batches(number: int) -> str:
 
 def _padded(found: Inspection) -> Table:
     padded = found.padded
-    table = _table(f"Against random batches of {padded.rows_per_batch:,} rows, padded to the longest")
+    rows = "1 row" if padded.rows_per_batch == 1 else f"{padded.rows_per_batch:,} rows"
+    table = _table(f"Against random batches of {rows}, padded to the longest")
     table.add_row(
         "slots that hold padding",
         f"[red]{padded.padding_share:.1%}[/red]",
@@ -130,8 +137,8 @@ def _balance(found: Inspection) -> Table:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("balance", min_width=30)
-    table.add_column("DDP, ZeRO-1/2", justify="right", min_width=16)
+    table.add_column("balance")
+    table.add_column("DDP, ZeRO-1/2", justify="right")
     table.add_column("FSDP, ZeRO-3", justify="right")
     for balance in found.balance:
         best = {
@@ -173,7 +180,7 @@ def show_measured(measured: Sequence[Measured], source: str, description: str, c
             f"{row.workers}",
             f"{row.first_batch_ms:,.1f} ms",
             f"{row.batches_per_second:,.0f}",
-            f"{row.tokens_per_second:,.0f}",
+            f"{row.tokens_per_second / 1e6:,.1f} M",
             f"{row.shortest_step_ms:,.2f} ms",
             f"[{color}]{row.wait_share:.2%}[/{color}]",
         )
