@@ -41,6 +41,10 @@ def test_transformers_47496_positions_may_start_at_two() -> None:
     assert batch["position_ids"].tolist() == [[2, 3, 4, 2, 3]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5]
     assert batch["num_sequences"] == 2
+    # Attention knows the sequences by their boundaries: no position is 0, and each sequence has the losses it has alone.
+    model = tiny_llama(attention="eager")
+    alone = sum(losses.sum().item() for losses in sequence_losses(model, [([1, 2, 3],) * 2, ([4, 5],) * 2]))
+    assert causal_lm_loss_sum(tiny_llama(), batch).item() == pytest.approx(alone, abs=1e-4)
 
 
 def test_colossalai_4193_an_end_token_that_equals_the_padding_counts() -> None:

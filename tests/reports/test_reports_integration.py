@@ -29,8 +29,9 @@ def tokens(dataset: TokenDataset) -> list[list[int]]:
 def test_datasets_615_more_elements_than_32_bits_count() -> None:
     """The report's element type is null, whose elements are nulls and hence an error here; bits need little memory as well."""
     elements = 1_000_000_000
-    bits = pa.py_buffer(np.zeros(2 * elements // 8, np.uint8))
-    values = pa.Array.from_buffers(pa.bool_(), 2 * elements, [None, bits], null_count=0)
+    bits = np.zeros(2 * elements // 8, np.uint8)
+    bits[-1] = 0b10100000  # the last eight elements of each chunk: 0, 0, 0, 0, 0, 1, 0, 1
+    values = pa.Array.from_buffers(pa.bool_(), 2 * elements, [None, pa.py_buffer(bits)], null_count=0)
     chunk = pa.ListArray.from_arrays(pa.array([0, elements, 2 * elements], pa.int32()), values)
     column = pa.chunked_array([chunk, chunk])
     with pytest.raises(pa.ArrowInvalid, match="overflow"):
@@ -38,6 +39,10 @@ def test_datasets_615_more_elements_than_32_bits_count() -> None:
     dataset = TokenDataset(pa.table({"input_ids": column}))
     assert dataset.lengths.tolist() == [elements] * 4
     assert dataset.report.num_tokens == 4_000_000_000
+    # The last tokens of row 3, which are elements 3,999,999,992 and on.
+    tails = TokenDataset(pa.table({"input_ids": column}), max_length=elements - 8, overlong="split")
+    batch = PackedCollator()(tails.__getitems__([7]))
+    assert batch["input_ids"].tolist() == [[0, 0, 0, 0, 0, 1, 0, 1]]
 
 
 def test_arrow_37733_a_slice_of_a_list_column_counts() -> None:
@@ -74,7 +79,10 @@ def test_datasets_3459_the_index_map_counts() -> None:
     assert TokenDataset(kept).lengths.tolist() == [3, 2, 7]
 
 
-def test_datasets_5541_five_million_shuffled_rows_in_a_second_and_80_megabytes() -> None:
+def test_datasets_5541_five_million_shuffled_rows_in_a_second_and_80_megabytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(datasets.Dataset, "flatten_indices")
     num_rows = 5_000_000
     values = pa.array(np.zeros(num_rows, np.uint8))
     column = pa.ListArray.from_arrays(pa.array(np.arange(num_rows + 1, dtype=np.int32)), values)
@@ -84,6 +92,7 @@ def test_datasets_5541_five_million_shuffled_rows_in_a_second_and_80_megabytes()
         indices_table=datasets.table.InMemoryTable(pa.table({"indices": pa.array(order, pa.uint64())})),
         fingerprint="x",
     )
+    arrow_bytes = pa.total_allocated_bytes()
     tracemalloc.start()
     started = time.process_time()
     dataset = TokenDataset(source)
@@ -94,6 +103,7 @@ def test_datasets_5541_five_million_shuffled_rows_in_a_second_and_80_megabytes()
     assert dataset.__getitems__([5]).source_rows().tolist() == [5]
     assert seconds < 1
     assert peak < 80e6
+    assert pa.total_allocated_bytes() == arrow_bytes
 
 
 class Numbers(Dataset[int]):

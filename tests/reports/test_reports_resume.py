@@ -126,12 +126,17 @@ def test_data_1437_a_state_at_the_end_of_an_epoch_begins_the_next() -> None:
     assert epoch(last) == epochs[1]
 
 
-def test_litdata_316_epochs_after_a_resumed_one_are_whole() -> None:
-    first = loader(100, 4)
+@pytest.mark.parametrize("workers", [0, 3])
+def test_litdata_316_epochs_after_a_resumed_one_are_whole(workers: int) -> None:
+    first = loader(100, 4, num_workers=workers)
     take(first, 21)
-    second = loader(100, 4)
+    second = loader(100, 4, num_workers=workers)
     second.load_state_dict(first.state_dict())
-    assert [len(epoch(second)) for _ in range(3)] == [4, 25, 25]
+    epochs = [epoch(second) for _ in range(3)]
+    assert [len(batches) for batches in epochs] == [4, 25, 25]
+    assert all(
+        sorted(row for batch in batches for row in batch) == list(range(100)) for batches in epochs[1:]
+    )
 
 
 @pytest.mark.parametrize("worker_type", ["thread", "process"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.utils.data import BatchSampler, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler
 
 from multipack import BatchIndices, DistributedBatchSampler, EpochPlan, MultipackBatchSampler
 from multipack.dataset import TokenDataset
@@ -51,6 +51,11 @@ class Numbers(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
 
 
 def test_pytorch_49172_three_samples_on_seven_ranks() -> None:
@@ -241,7 +246,14 @@ def test_bergson_214_ranks_before_the_process_group(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("device", [4, 5])
-def test_simsiam_4_a_device_number_is_no_rank(device: int) -> None:
+def test_simsiam_4_a_device_number_is_no_rank(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What says which device: none of it is asked.
+    monkeypatch.setenv("LOCAL_RANK", str(device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    found = DistributedBatchSampler(in_order(100, 1))
+    assert (found.rank, found.num_replicas) == (1, 4)
     with pytest.raises(ValueError, match=f"rank {device} is outside 0..3 of 4 ranks"):
         DistributedBatchSampler(in_order(100, 1), num_replicas=4, rank=device)
 
@@ -317,6 +329,11 @@ def test_sentence_transformers_3348_an_estimated_length_is_an_error(announced: i
 def test_grain_1129_workers_do_not_change_what_is_dropped(way: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(12), batch_size=4, drop_last=True, **way)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    if (
+        way.get("worker_type") != "process"
+    ):  # each of torch's worker processes reads a whole iterable data set
+        stream = DataLoader(Counting(), batch_size=4, drop_last=True, **way)
+        assert [batch.tolist() for batch in stream] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     packed = DataLoader(
         Numbers(12), batch_sampler=MultipackBatchSampler([1] * 12, 2, bins_per_batch=2, drop_last=True), **way
     )
