@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "2.7b": {"hidden_size": 2560, "ffn_dim": 10240, "num_hidden_layers": 32, "num_attention_heads": 32},
     "6.7b": {"hidden_size": 4096, "ffn_dim": 16384, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
-STRATEGIES = {
+STRATEGIES: dict[str, tuple[Literal[0, 1, 2, 3], bool]] = {
     "ddp": (0, False),
     "zero1": (1, False),
     "zero2": (2, False),

@@ -139,11 +139,11 @@ def cells_of(cells: Iterable[dict[str, Any]], engine: str, loader: str) -> list[
 
 def ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], name: str) -> float:
     """Median over rounds of ours to theirs in the same round."""
-    return statistics.median(a[name] / b[name] for a, b in zip(ours, theirs, strict=True))
+    return statistics.median(float(a[name] / b[name]) for a, b in zip(ours, theirs, strict=True))
 
 
 def middle(cells: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(cell[name] for cell in cells)
+    return statistics.median(float(cell[name]) for cell in cells)
 
 
 def step_of(settings: Settings) -> str:

@@ -152,14 +152,7 @@ def measure(
         step(batch)
     synchronize(device)
     waited, counts = 0.0, np.zeros(3, np.int64)
-    busy = (
-        [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            for _ in range(settings.steps)
-        ]
-        if device.type == "cuda"
-        else []
-    )
+    busy = [timed_events() for _ in range(settings.steps if device.type == "cuda" else 0)]
     started = time.perf_counter()
     for i in range(settings.steps):
         del batch  # freeing the last one is no waiting
@@ -184,6 +177,12 @@ def measure(
     if busy:
         result["gpu_busy_share"] = sum(a.elapsed_time(b) for a, b in busy) / 1e3 / seconds
     return result
+
+
+def timed_events() -> tuple[Any, Any]:
+    """Begin and end of a step on the device's own clock."""
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True), event(enable_timing=True)
 
 
 def synchronize(device: torch.device) -> None:
