@@ -1,15 +1,18 @@
-"""Lengths that the packing benchmarks run on: named distributions from seeds, and real sets where the folder `shared` is there."""
+"""Lengths that the packing benchmarks run on: named distributions from seeds, and whole real sets where the folder `shared` is there."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from benchmarks.real_lengths import REAL_LENGTHS
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -38,7 +41,9 @@ def bimodal(num_rows: int, capacity: int = 4096, seed: int = 0) -> Lengths:
     rng = np.random.default_rng(seed)
     short = rng.normal(0.05, 0.01, num_rows)
     long = rng.normal(0.55, 0.08, num_rows)
-    return np.clip(capacity * np.where(rng.random(num_rows) < 0.7, short, long), 1, capacity).astype(np.int32)
+    shares = np.where(rng.random(num_rows) < 0.7, short, long)
+    lengths: Lengths = np.clip(capacity * shares, 1, capacity).astype(np.int32)
+    return lengths
 
 
 def triplets(num_rows: int, capacity: int = 4096, seed: int = 0) -> Lengths:
@@ -52,7 +57,17 @@ def triplets(num_rows: int, capacity: int = 4096, seed: int = 0) -> Lengths:
     return lengths.astype(np.int32)
 
 
-WORKLOADS: dict[str, tuple[Callable[[int, int], Lengths], int]] = {
+def from_quantiles(quantiles: Sequence[int], num_rows: int, capacity: int, seed: int = 0) -> Lengths:
+    """Rows whose lengths have these quantiles, at equal distances from 0 to 100 %."""
+    places = np.random.default_rng(seed).random(num_rows)
+    drawn: Lengths = np.interp(places, np.linspace(0, 1, len(quantiles)), quantiles).astype(np.int32)
+    return drawn
+
+
+Workload = tuple[Callable[[int, int], Lengths], int]
+"""Lengths of so many rows at a capacity, and the capacity."""
+
+MADE: dict[str, Workload] = {
     "log-normal": (lognormal, 4096),
     "log-normal, long bins": (lognormal, 65536),
     "heavy tail": (heavy_tail, 32768),
@@ -60,7 +75,11 @@ WORKLOADS: dict[str, tuple[Callable[[int, int], Lengths], int]] = {
     "bimodal": (bimodal, 4096),
     "triplets": (triplets, 4096),
 }
-"""Name -> (lengths of so many rows at a capacity, capacity)."""
+REAL: dict[str, Workload] = {
+    name: (partial(from_quantiles, quantiles), capacity)
+    for name, (quantiles, capacity) in REAL_LENGTHS.items()
+}
+WORKLOADS = MADE | REAL
 
 
 def real_sets(capacity: int) -> Iterator[tuple[str, Lengths]]:

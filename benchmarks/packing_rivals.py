@@ -10,18 +10,36 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from multipack import pack
+
 Count = Callable[[npt.NDArray[np.int32], int], int]
+
+
+def assert_bins(name: str, bins: int, lengths: npt.NDArray[np.int32], capacity: int) -> None:
+    """At least the bound, and as many bins as best-fit decreasing needs, or at most so many more as the method may."""
+    best = pack(lengths, capacity, method="best_fit_decreasing")
+    most = float(len(best) + 2)
+    if "next_fit" in name or name.endswith(" nf"):
+        most = 1.2 * len(best)
+    elif name == "binpacking":  # worst fit
+        most = 1.05 * len(best)
+    assert best.lower_bound <= bins <= most, (name, bins, len(best))
+
+
+def ours(method: Any) -> Count:
+    return lambda lengths, capacity: len(pack(lengths, capacity, method=method))
 
 
 def lightbinpack(method: str) -> Count:
     """A method of lightbinpack (C++). It takes a list; the conversion is part of its price, as in real use."""
     import lightbinpack as library
 
-    pack = getattr(library, method)
-    return lambda lengths, capacity: len(pack(lengths.tolist(), capacity))
+    bins_of = getattr(library, method)
+    return lambda lengths, capacity: len(bins_of(lengths.tolist(), capacity))
 
 
-LIGHTBINPACK_METHODS = ("nf", "ffd", "bfd", "obfd", "obfdp")
+LIGHTBINPACK_METHODS = ("nf", "ffd", "bfd", "obfd", "obfdp", "ogbfd", "ogbfdp")
+"""All that take one capacity; the grouped ones with groups of one bin."""
 
 
 def trl(strategy: str = "bfd") -> Count:
