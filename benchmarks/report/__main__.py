@@ -6,6 +6,7 @@
 
 Each benchmark is a process of its own, with its own pinning. What was measured is kept in runs/report/, and the report goes to
 benchmarks/results/ with its plots beside it. Leave the machine alone meanwhile: the load before each section is in the report.
+Ends with an error, after the report has been written, where a benchmark failed or a claim found no value in what was printed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.report import machine
 from benchmarks.report.measure import load, measure, save
 from benchmarks.report.sections import SECTIONS
 from benchmarks.report.write import write_report
@@ -26,12 +26,10 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = [section.name for section in SECTIONS]
-    possible = [s.name for s in SECTIONS if not s.needs_gpu or machine.accelerator()]
     parser.add_argument(
         "--sections",
         nargs="*",
-        choices=names,
+        choices=[section.name for section in SECTIONS],
         default=None,
         help="measure only these; default: all that the machine can",
     )
@@ -40,23 +38,29 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the report")
     arguments = parser.parse_args()
-    wanted = possible if arguments.sections is None else arguments.sections
+    possible = [section for section in SECTIONS if not section.lacks()]
+    wanted = possible
+    if arguments.sections is not None:
+        wanted = [section for section in SECTIONS if section.name in arguments.sections]
+    for section in wanted:
+        if section not in possible:
+            parser.error(f"{section.name} cannot run: {section.lacks()}.")
     failed = False
-    for section in SECTIONS:
-        if section.name in wanted:
-            record = measure(section, arguments.rounds, lambda line: print(line, flush=True))
-            save(section.name, record)
-            failed |= any(part.exit_status for part in record.records)
-    kept = {section.name: load(section.name) for section in SECTIONS}
-    measured = [(section, record) for section in SECTIONS if (record := kept[section.name])]
-    if arguments.sections is None:
-        measured = [(section, record) for section, record in measured if section.name in wanted]
+    for section in wanted:
+        record = measure(section, arguments.rounds, lambda line: print(line, flush=True))
+        save(section.name, record)
+        failed |= any(part.exit_status for part in record.records)
+    kept = wanted if arguments.sections is None else SECTIONS
+    measured = [(section, found) for section in kept if (found := load(section.name))]
     if not measured:
         parser.error("nothing was measured yet: name sections, or leave --sections away.")
     each = "" if arguments.sections is None else " --sections NAME"
     command = f"python -m benchmarks.report --rounds {arguments.rounds}{each}"
-    print(write_report(arguments.out, measured, command))
-    return int(failed)
+    path, unread = write_report(arguments.out, measured, command)
+    for claim in unread:
+        print(f"no value: {claim}", file=sys.stderr)
+    print(path)
+    return int(failed or bool(unread))
 
 
 if __name__ == "__main__":

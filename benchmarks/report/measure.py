@@ -5,14 +5,16 @@ Each command is a process of its own. Nothing of the report runs beside it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,7 +35,7 @@ class Record:
     """Its tables and sentences."""
     seconds: float
     exit_status: int
-    """0, or that of a benchmark that found a wrong answer or missed its own bound."""
+    """0, or that of a benchmark that found a wrong answer, missed its own bound, or never ended."""
 
 
 @dataclass(frozen=True)
@@ -63,32 +65,64 @@ def measure(section: Section, rounds: int, say: Callable[[str], None]) -> Sectio
     return SectionRecord(records, started, machine.commit(), load)
 
 
-def run(command: Command, rounds: int) -> Record:
+def run(command: Command, rounds: int, limit_s: float = LIMIT_S) -> Record:
     text = command.text(machine.last_core(), rounds)
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        groups = Path(folder) / "groups.json"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        groups = folder / "groups.json"
         words = shlex.split(text) + ([f"--benchmark-json={groups}"] if command.is_pytest else [])
         began = time.perf_counter()
-        try:
-            done = subprocess.run(
-                words, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Record(text, f"Stopped after {LIMIT_S} s.", LIMIT_S, 1)
+        status = exit_status(words, environment, folder, limit_s)
         seconds = time.perf_counter() - began
-        markdown = done.stdout
+        said, errors = (folder / "out").read_text(), (folder / "errors").read_text()
+        markdown = said
         if command.is_pytest:
-            tables = [line for line in done.stdout.splitlines() if line.startswith("|")]
-            found = json.loads(groups.read_text())["benchmarks"] if groups.exists() else []
+            tables = [line for line in said.splitlines() if line.startswith("|")]
+            measured = groups.exists() and groups.stat().st_size
+            found = json.loads(groups.read_text())["benchmarks"] if measured else []
             markdown = "\n\n".join(["\n".join(tables), *benchmark_groups(found)])
-    if done.returncode:
-        print(done.stdout[-3000:], done.stderr[-3000:], sep="\n", file=sys.stderr)
-    return Record(text, markdown.strip(), seconds, done.returncode)
+    if status:
+        print(said[-3000:], errors[-3000:], sep="\n", file=sys.stderr)
+    return Record(text, markdown.strip(), seconds, status)
+
+
+def exit_status(words: list[str], environment: Mapping[str, str], folder: Path, limit_s: float) -> int:
+    """Run a command, what it says into the files `out` and `errors`.
+
+    Returns its exit status; as shells do, 127 where there is no such program, and 124 after `limit_s`, when it and all that it
+    started are ended.
+    """
+    with (folder / "out").open("w") as out, (folder / "errors").open("w") as errors:
+        try:
+            process = subprocess.Popen(
+                words, env=environment, stdout=out, stderr=errors, start_new_session=True
+            )
+        except OSError as error:
+            errors.write(str(error))
+            return 127
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            errors.write(f"Stopped after {limit_s:g} s.")
+            return 124
+        finally:
+            if process.returncode is None:
+                end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM first: torchrun ends its workers, which are in groups of their own."""
+    os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def save(name: str, record: SectionRecord) -> None:

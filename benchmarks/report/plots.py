@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from benchmarks.report.tables import Table, number
+from benchmarks.report.tables import Table, is_ours, number
 
 Draw = Callable[[Axes, Table], None]
 
@@ -47,15 +47,12 @@ STYLE: dict[str, Any] = {
 def save_plot(path: Path, title: str, draw: Draw, table: Table) -> None:
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8.4, 3.9), layout="constrained")
-        draw(axes, table)
-        axes.set_title(title, pad=10)
-        figure.savefig(path)
-        plt.close(figure)
-
-
-def is_ours(name: str) -> bool:
-    """In a table of rivals."""
-    return "multipack" in name or "over our parts" in name
+        try:
+            draw(axes, table)
+            axes.set_title(title, pad=10)
+            figure.savefig(path)
+        finally:
+            plt.close(figure)
 
 
 def is_rival(name: str) -> bool:
@@ -99,7 +96,7 @@ def lines(x_label: str, y_label: str, columns: Sequence[str] | None = None) -> D
         for name in columns or table.columns[1:]:
             values = [number(cell) for cell in table.column(name)]
             if is_rival(name):
-                look = {"color": next(rivals), "linestyle": "--", "linewidth": 1.4}
+                look: dict[str, Any] = {"color": next(rivals), "linestyle": "--", "linewidth": 1.4}
             else:
                 look = {"color": next(ours), "linestyle": "-", "linewidth": 2.2}
             axes.plot(sizes, values, marker="o", markersize=4, label=name, **look)

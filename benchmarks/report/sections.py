@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.length_sets import MADE, REAL, SHARED
+from benchmarks.report import machine
 from benchmarks.report.plots import Draw, bars, clusters, lines, parts
 
 
@@ -41,11 +44,20 @@ class Section:
     method: str
     commands: tuple[Command, ...]
     plots: tuple[Plot, ...] = ()
-    needs_gpu: bool = False
+    lacks: Callable[[], str] = lambda: ""
+    """What this machine lacks for it; empty: nothing."""
 
 
 def pinned(line: str) -> Command:
     return Command(line, is_pinned=True)
+
+
+def gpu() -> str:
+    return "" if machine.accelerator() else "no GPU here"
+
+
+def shared_data() -> str:
+    return "" if SHARED.is_dir() else "no folder `shared` with lengths and instances beside the checkout"
 
 
 SECTIONS = [
@@ -76,10 +88,16 @@ SECTIONS = [
                 lines("sequences", "ns a sequence"),
             ),
             Plot(
-                "growth_workloads",
+                "growth_made",
                 "by workload",
-                "method='auto' on six workloads",
-                lines("sequences", "ns a sequence"),
+                "method='auto' on six made workloads",
+                lines("sequences", "ns a sequence", tuple(MADE)),
+            ),
+            Plot(
+                "growth_real",
+                "by workload",
+                "method='auto' on lengths of real data",
+                lines("sequences", "ns a sequence", tuple(REAL)),
             ),
             Plot(
                 "growth_capacities",
@@ -91,13 +109,12 @@ SECTIONS = [
     ),
     Section(
         name="quality",
-        title="Packing: how full and how random",
+        title="Packing: how full",
         method=(
             "Bins against the larger of ceil(sum / capacity) and the Martello-Toth L2 bound, on every real set of lengths beside the checkout "
-            "(rows longer than the capacity left out), and on bin-packing instances of the literature with a proved optimum. Random order: two "
-            "epochs of 200,000 rows, pairs of sequences that share a bin in both."
+            "(rows longer than the capacity left out), and on bin-packing instances of the literature with a proved optimum."
         ),
-        commands=(pinned("python -m benchmarks.planning real quality random_order"),),
+        commands=(pinned("python -m benchmarks.planning real quality"),),
         plots=(
             Plot(
                 "literature",
@@ -106,6 +123,13 @@ SECTIONS = [
                 bars("auto: bins too many", "bins"),
             ),
         ),
+        lacks=shared_data,
+    ),
+    Section(
+        name="order",
+        title="Packing: how random",
+        method="Two epochs of 200,000 rows: pairs of sequences that share a bin in both, over those of next-fit on a shuffle.",
+        commands=(pinned("python -m benchmarks.planning random_order"),),
     ),
     Section(
         name="planning",
@@ -274,13 +298,17 @@ SECTIONS = [
         name="main_job",
         title="The main job",
         method="What the README's first command does, from the first import to the exported model, in a folder of its own.",
-        commands=(Command("python -m benchmarks.main_job"),),
+        commands=(Command("python -m benchmarks.main_job sft"),),
     ),
     Section(
         name="ppo",
-        title="PPO: generation and packed updates",
-        method="Short form of the PPO benchmark: a tiny OPT with LoRA on 2 ranks, prompt lengths as HH-RLHF has them.",
+        title="PPO: the built-in task, generation and packed updates",
+        method=(
+            "The built-in task: answer with tokens of the class that the prompt names. Then the short form of the PPO benchmark: a tiny OPT with "
+            "LoRA on 2 ranks, prompt lengths as HH-RLHF has them."
+        ),
         commands=(
+            Command("python -m benchmarks.main_job ppo"),
             Command(
                 "torchrun --standalone --nproc_per_node 2 benchmarks/ppo_opt_lora_dummy.py --compare --varied_prompts "
                 "--num_episodes 2 --num_collect_steps 4"
@@ -298,6 +326,6 @@ SECTIONS = [
         title="On a GPU",
         method="Copies that overlap with training, and one GPU's training throughput by loader.",
         commands=(Command("python -m benchmarks.gpu_loader"), Command("python -m benchmarks.gpu_sft")),
-        needs_gpu=True,
+        lacks=gpu,
     ),
 ]

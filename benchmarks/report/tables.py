@@ -47,8 +47,13 @@ class Table:
 
 def number(cell: str) -> float:
     """The first number of a cell; NaN for a cell of none, as in a rival that was left out."""
-    found = re.search(r"[-+]?\d[\d,]*\.?\d*(e-?\d+)?", cell)
+    found = re.search(r"[-+]?(\d[\d,]*\.?\d*|\.\d+)(e[-+]?\d+)?", cell)
     return float(found[0].replace(",", "")) if found else float("nan")
+
+
+def is_ours(name: str) -> bool:
+    """In a table of rivals."""
+    return "multipack" in name or "over our parts" in name
 
 
 def tables_of(markdown: str) -> list[Table]:
@@ -92,28 +97,38 @@ def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str
 
 
 def benchmark_groups(benchmarks: list[dict[str, Any]]) -> Iterator[str]:
-    """A table for each group of pytest-benchmark, slowest last: the ratio to our first entry, then the time and its spread."""
+    """A table for each group of pytest-benchmark, slowest last: the ratio to our first entry, then the time and its spread.
+
+    Where ours is missing, because its answer was wrong, there are no ratios.
+    """
     for group in dict.fromkeys(str(entry["group"]) for entry in benchmarks):
         entries = [entry for entry in benchmarks if entry["group"] == group]
-        ours = next(entry for entry in entries if _name(entry).startswith("multipack"))
+        ours = next((entry for entry in entries if _name(entry).startswith("multipack")), None)
         entries.sort(key=lambda entry: float(entry["stats"]["median"]))
         scale, unit = _unit(entry["stats"]["median"] for entry in entries)
-        more = list(ours["extra_info"])
+        more = list(dict.fromkeys(name for entry in entries for name in entry["extra_info"]))
         rows = []
         for entry in entries:
             stats = entry["stats"]
-            ratio = stats["median"] / ours["stats"]["median"]
+            ratio = f"**{short(stats['median'] / ours['stats']['median'])}**" if ours else "-"
             rows.append(
                 [
                     _name(entry),
-                    "1" if entry is ours else f"**{short(ratio)}**",
+                    "1" if entry is ours else ratio,
                     short(scale * stats["median"]),
                     f"{short(scale * stats['min'])} to {short(scale * stats['max'])}",
                     str(stats["rounds"]),
                     *(str(entry["extra_info"].get(name, "")) for name in more),
                 ]
             )
-        columns = [group, f"x {_name(ours)}", f"median {unit}", "smallest to largest", "rounds", *more]
+        columns = [
+            group,
+            f"x {_name(ours) if ours else 'multipack'}",
+            f"median {unit}",
+            "smallest to largest",
+            "rounds",
+            *more,
+        ]
         yield markdown_table(columns, rows)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import machine
-from benchmarks.report.claims import CLAIMS, Claim
+from benchmarks.report.claim import Claim
+from benchmarks.report.claims import CLAIMS
 from benchmarks.report.measure import SectionRecord
 from benchmarks.report.plots import save_plot
-from benchmarks.report.sections import SECTIONS, Section
+from benchmarks.report.sections import SECTIONS, Plot, Section
 from benchmarks.report.tables import find_table, markdown_table
 
 READING = (
@@ -20,38 +23,48 @@ READING = (
     "load it themselves): above 1 other work may have run beside it, and times and waits are then worse than on a free machine."
 )
 
+NO_VALUE = "**no value**"
+NOT_MEASURED = "**not measured**"
 
-def write_report(folder: Path, sections: list[tuple[Section, SectionRecord]], command: str) -> Path:
-    """Returns the path of the report; its plots lie beside it and begin with its name."""
+
+def write_report(
+    folder: Path, sections: list[tuple[Section, SectionRecord]], command: str
+) -> tuple[Path, list[str]]:
+    """Returns the path of the report, whose plots lie beside it and begin with its name, and the claims of its sections that have no value."""
     path = folder / f"report_{machine.name()}_{time.strftime('%Y-%m-%d')}.md"
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f"{path.stem}_*.png"):
         old.unlink()
     found = {section.name: (section, record) for section, record in sections}
+    claims = [summary_row(claim, found) for claim in CLAIMS]
     blocks = [
         "# Benchmarks of multipack",
         facts(command, sections),
         READING,
         "## Summary",
-        summary(found),
+        summary(claims),
         *(section_text(path, section, record) for section, record in sections),
     ]
     path.write_text("\n\n".join(blocks) + "\n")
-    return path
+    return path, [what for what, _, _, verdict, *_ in claims if verdict == NO_VALUE]
 
 
 def facts(command: str, sections: list[tuple[Section, SectionRecord]]) -> str:
     commits = ", ".join(dict.fromkeys(record.commit for _, record in sections))
     seconds = sum(part.seconds for _, record in sections for part in record.records)
     measured = [section for section, _ in sections]
-    missing = [section.name for section in SECTIONS if section not in measured]
+    missing = [
+        section.name + (f" ({section.lacks()})" if section.lacks() else "")
+        for section in SECTIONS
+        if section not in measured
+    ]
     rows = [
         ["machine", machine.description()],
         ["versions", machine.versions()],
         ["command", f"`{command}`"],
         [
             "measured",
-            f"{sections[0][1].started} to {max(record.started for _, record in sections)}, commit {commits}",
+            f"{min(record.started for _, record in sections)} to {max(record.started for _, record in sections)}, commit {commits}",
         ],
         ["time", f"{seconds / 60:.1f} minutes in all sections"],
         ["not measured", ", ".join(missing) or "-"],
@@ -59,24 +72,29 @@ def facts(command: str, sections: list[tuple[Section, SectionRecord]]) -> str:
     return markdown_table(["", ""], rows)
 
 
-def summary(found: dict[str, tuple[Section, SectionRecord]]) -> str:
-    rows = [summary_row(claim, *found[claim.section]) for claim in CLAIMS if claim.section in found]
-    return markdown_table(["claim", "bound", "measured", "holds", "load", "section"], rows)
+def summary(claims: list[list[str]]) -> str:
+    verdicts = Counter(verdict for _, _, _, verdict, *_ in claims)
+    counts = ", ".join(f"{verdict}: {count}" for verdict, count in verdicts.items())
+    columns = ["claim", "bound", "measured", "holds", "load", "section"]
+    return f"{len(claims)} claims; {counts}.\n\n{markdown_table(columns, claims)}"
 
 
-def summary_row(claim: Claim, section: Section, record: SectionRecord) -> list[str]:
-    link = f"[{section.title}](#{anchor(section.title)})"
-    load = f"{record.load:.1f}"
+def summary_row(claim: Claim, found: dict[str, tuple[Section, SectionRecord]]) -> list[str]:
+    """Every claim has its row, also one that was not measured or whose value cannot be found."""
     limits = f"{claim.bound.sign} {listed(claim, claim.bound.limits, short=True)}"
+    if claim.section not in found:
+        return [claim.what, limits, "-", NOT_MEASURED, "-", claim.section]
+    section, record = found[claim.section]
+    where = [f"{record.load:.1f}", f"[{section.title}](#{anchor(section.title)})"]
     try:
-        values = claim.read(record.markdown)
-        verdict = "yes" if claim.bound.holds(values) else "**no**"
+        values = claim.values(record.markdown)
     except ValueError as error:
-        return [claim.what, limits, f"not measured: {error}", "**no**", load, link]
-    return [claim.what, limits, f"**{listed(claim, values)}**", verdict, load, link]
+        return [claim.what, limits, str(error).replace("|", "\\|"), NO_VALUE, *where]
+    verdict = "yes" if claim.bound.holds(values) else "**no**"
+    return [claim.what, limits, f"**{listed(claim, values)}**", verdict, *where]
 
 
-def listed(claim: Claim, values: tuple[float, ...] | list[float], short: bool = False) -> str:
+def listed(claim: Claim, values: Sequence[float], short: bool = False) -> str:
     """Values with their unit; equal limits once."""
     if short and len(set(values)) == 1:
         values = values[:1]
@@ -93,12 +111,20 @@ def section_text(path: Path, section: Section, record: SectionRecord) -> str:
     )
     stamp = f"Measured {record.started}, load before {record.load:.2f}:"
     blocks = [f"## {section.title}", section.method, f"{stamp}\n\n{commands}"]
-    for plot in section.plots:
-        picture = path.with_name(f"{path.stem}_{plot.name}.png")
-        save_plot(picture, plot.title, plot.draw, find_table(record.markdown, plot.table))
-        blocks.append(f"![{plot.title}]({picture.name})")
+    blocks += [
+        picture(path.with_name(f"{path.stem}_{plot.name}.png"), plot, record) for plot in section.plots
+    ]
     blocks.append(record.markdown)
     return "\n\n".join(blocks)
+
+
+def picture(path: Path, plot: Plot, record: SectionRecord) -> str:
+    """The Markdown that shows the plot; or that says why there is none."""
+    try:
+        save_plot(path, plot.title, plot.draw, find_table(record.markdown, plot.table))
+    except ValueError as error:
+        return f"No picture of {plot.title!r}: {error}"
+    return f"![{plot.title}]({path.name})"
 
 
 def anchor(title: str) -> str:
