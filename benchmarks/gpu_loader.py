@@ -2,13 +2,15 @@
 
     python -m benchmarks.gpu_loader
 
-Part 1 trains by matrix products of about 20 ms a step, with batches of 64 MB: alone, with batches copied by the loop itself, and with
+Part 1 trains by matrix products of about 20 ms a step, with batches of 16 MB: alone, with batches copied by the loop itself, and with
 `DataLoader(device=...)`. Overlapped copies cost nothing, so the step must take what it takes alone. Part 2 is made to catch memory
-that is reused too early: the consumer's stream is kept busy before it reads each batch, and every batch is checked on the GPU.
+that is reused too early: the consumer's stream falls ever further behind the copies, as it is kept busy before it reads each batch,
+and every batch is checked on the GPU.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -20,9 +22,10 @@ from torch.utils.data import Dataset
 
 from multipack import DataLoader
 
-BATCH_TOKENS = 8 * 1024 * 1024  # int64: 64 MB
+BATCH_TOKENS = 2 * 1024 * 1024  # int64: 16 MB
 STEPS = 50
 STEP_S = 0.020
+LATE_S = 0.005
 CHECKED_BATCHES = 400
 
 
@@ -39,8 +42,8 @@ class Counted(Dataset[torch.Tensor]):
         return torch.full((self.tokens,), index)
 
 
-def training_step(device: torch.device) -> Callable[[], None]:
-    """Matrix products that keep the device busy for about STEP_S."""
+def training_step(device: torch.device, seconds: float) -> Callable[[], None]:
+    """Matrix products that keep the device busy for about so long."""
     a = torch.randn(4096, 4096, device=device)
     for _ in range(3):
         a @ a
@@ -49,7 +52,7 @@ def training_step(device: torch.device) -> Callable[[], None]:
     for _ in range(20):
         a @ a
     torch.accelerator.synchronize()
-    products = max(1, round(STEP_S / ((time.perf_counter() - started) / 20)))
+    products = max(1, round(seconds / ((time.perf_counter() - started) / 20)))
 
     def step() -> None:
         for _ in range(products):
@@ -77,7 +80,7 @@ def step_ms(batches: Iterable[Any], step: Callable[[], None]) -> float:
 
 def overlap(device: torch.device) -> bool:
     rows = Counted(STEPS + 10, BATCH_TOKENS)
-    step = training_step(device)
+    step = training_step(device, STEP_S)
     resident = torch.zeros(BATCH_TOKENS, dtype=torch.int64, device=device)
 
     def copied_by_the_loop() -> Iterator[torch.Tensor]:
@@ -85,7 +88,7 @@ def overlap(device: torch.device) -> bool:
             yield batch.to(device)
 
     ways: dict[str, Callable[[], Iterable[Any]]] = {
-        "alone (batch stays on the device)": lambda: iter(lambda: resident, None),
+        "alone (batch stays on the device)": lambda: itertools.repeat(resident),
         "copied by the loop": copied_by_the_loop,
         "DataLoader(device=...)": lambda: DataLoader(rows, batch_size=None, num_workers=4, device=device),
     }
@@ -100,17 +103,17 @@ def overlap(device: torch.device) -> bool:
 
 def arrives_whole(device: torch.device) -> bool:
     """Every value of every batch, read late, while the next batches are being copied and older memory is free for reuse."""
-    loader = DataLoader(
+    loader: DataLoader[torch.Tensor] = DataLoader(
         Counted(CHECKED_BATCHES, 1024 * 1024),
         batch_size=None,
         num_workers=3,
         prefetch_batches=6,
         device=device,
     )
-    late = torch.randn(2048, 2048, device=device)
+    keep_busy = training_step(device, LATE_S)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for number, batch in enumerate(loader):
-        late @ late  # keeps the consumer's stream behind the copies
+        keep_busy()
         wrong += (batch != number).sum()
         del batch
     torch.accelerator.synchronize()
