@@ -1,7 +1,8 @@
 """The loaders that are compared: one data set, one list of bins, the same batches out of each.
 
 Rows lie in a memory-mapped `datasets.Dataset` (`workloads.saved_dataset`). Each rival is a function of the data that returns an
-iterator over the batches of the bins.
+iterator over the batches of the bins. Rows come as Python lists unless their user asks for tensors, which trl's collator takes in
+about half of the time; rivals that few use without care get those.
 """
 
 from __future__ import annotations
@@ -53,15 +54,14 @@ def torch_loader(data: Workload, *, workers: int, tensors: bool = False) -> Iter
 def stateful_loader(data: Workload) -> Iterator[Any]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return iter(StatefulDataLoader(data.rows, batch_sampler=data.bins, collate_fn=trl_collator()))
+    return iter(StatefulDataLoader(data.tensor_rows, batch_sampler=data.bins, collate_fn=trl_collator()))
 
 
 def spdl_loader(data: Workload) -> Iterator[Any]:
     from spdl.pipeline import PipelineBuilder
 
-    collate = trl_collator()
-    builder = PipelineBuilder().add_source(data.bins).pipe(data.rows.__getitems__).pipe(collate).add_sink(4)
-    pipeline = builder.build(num_threads=1)
+    builder = PipelineBuilder().add_source(data.bins).pipe(data.tensor_rows.__getitems__)
+    pipeline = builder.pipe(trl_collator()).add_sink(4).build(num_threads=1)
     with pipeline.auto_stop():
         yield from pipeline
 
@@ -69,7 +69,7 @@ def spdl_loader(data: Workload) -> Iterator[Any]:
 def grain_loader(data: Workload) -> Iterator[Any]:
     import grain
 
-    collate, rows = trl_collator(), data.rows
+    collate, rows = trl_collator(), data.tensor_rows
     batches = grain.MapDataset.source(data.bins).map(lambda ids: collate(rows.__getitems__(ids)))
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     return iter(batches.to_iter_dataset(read_options=options))
@@ -97,9 +97,9 @@ RIVALS: dict[str, Callable[[Workload], Iterator[Any]]] = {
     "torch DataLoader + trl, 1 worker": functools.partial(torch_loader, workers=1),
     "torch DataLoader + trl, 2 workers": functools.partial(torch_loader, workers=2),
     "torch DataLoader + trl, rows as tensors": functools.partial(torch_loader, workers=0, tensors=True),
-    "StatefulDataLoader + trl": stateful_loader,
-    "spdl pipeline + trl": spdl_loader,
-    "grain + trl": grain_loader,
+    "StatefulDataLoader + trl, rows as tensors": stateful_loader,
+    "spdl pipeline + trl, rows as tensors": spdl_loader,
+    "grain + trl, rows as tensors": grain_loader,
 }
 OURS: dict[str, Callable[[Workload], Iterator[Any]]] = {
     "torch DataLoader over our parts": plain_loader_over_ours,

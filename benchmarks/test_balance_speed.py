@@ -8,17 +8,20 @@ checked before it is timed: every batch once, the same number for each rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
-from benchmarks.balance_rivals import heap_longest_first, karmarkar_karp
+from benchmarks.balance_rivals import Costs, Dealt, heap_longest_first, karmarkar_karp
 from benchmarks.length_sets import heavy_tail
 from multipack import EpochPlan, batch_cost, deal
 from multipack.balance import loss_of_balance
 
 RANKS, ACCUMULATE = 64, 16
 
-DEALERS = {
+DEALERS: dict[str, Callable[[Costs], Dealt]] = {
     "multipack lpt": lambda costs: deal(costs, RANKS, "lpt"),
     "multipack sorted": lambda costs: deal(costs, RANKS, "sorted"),
     "in turn": lambda costs: deal(costs, RANKS, "none"),
@@ -28,14 +31,14 @@ DEALERS = {
 
 
 @pytest.fixture(scope="module")
-def costs():
+def costs() -> Costs:
     plan = EpochPlan(heavy_tail(200_000), 32768)
     return batch_cost(*plan.costs(0, RANKS * ACCUMULATE))
 
 
 @pytest.mark.benchmark(group=f"deal {RANKS * ACCUMULATE} batches to {RANKS} ranks")
 @pytest.mark.parametrize("name", DEALERS)
-def test_deal(benchmark, costs, name):
+def test_deal(benchmark: Any, costs: Costs, name: str) -> None:
     dealt = DEALERS[name](costs)
     assert dealt.shape == (ACCUMULATE, RANKS)
     assert sorted(dealt.ravel().tolist()) == list(range(RANKS * ACCUMULATE))
@@ -47,5 +50,5 @@ def test_deal(benchmark, costs, name):
     benchmark.pedantic(DEALERS[name], (costs,), rounds=20, warmup_rounds=2)
 
 
-def test_costs_vary(costs):
+def test_costs_vary(costs: Costs) -> None:
     assert np.std(costs) > 0.1 * np.mean(costs)

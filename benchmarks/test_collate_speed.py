@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import datasets
 import numpy as np
@@ -29,6 +30,7 @@ from benchmarks.rivals import (
 from benchmarks.workloads import CAPACITY, saved_dataset
 from multipack import PackedCollator, TokenDataset, pack
 
+Bins = list[list[int]]
 pytestmark = [
     pytest.mark.benchmark(group=f"collate a batch of {CAPACITY} tokens"),
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor"),  # trl's, on torch rows
@@ -36,7 +38,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread():
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -44,13 +46,13 @@ def _one_thread():
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory) -> datasets.Dataset:
+def source(tmp_path_factory: pytest.TempPathFactory) -> datasets.Dataset:
     datasets.disable_progress_bars()
     return saved_dataset(tmp_path_factory.mktemp("collate"))
 
 
 @pytest.fixture(scope="module")
-def bins(source) -> list[list[int]]:
+def bins(source: datasets.Dataset) -> Bins:
     lengths = TokenDataset(source).lengths
     order = np.random.default_rng(0).permutation(len(lengths))
     packing = pack(lengths[order], CAPACITY)
@@ -81,7 +83,7 @@ COLLATORS = {
 }
 
 
-def assert_same_batches(collate: Collate, expected: Collate, bins: list[list[int]]) -> None:
+def assert_same_batches(collate: Collate, expected: Collate, bins: Bins) -> None:
     for ids in bins[:3]:
         batch = collate(ids)
         for name, value in expected(ids).items():
@@ -99,7 +101,7 @@ def batch_bytes(collate: Collate, ids: list[int]) -> int:
 
 
 @pytest.mark.parametrize("name", COLLATORS)
-def test_collate(benchmark, source, bins, name):
+def test_collate(benchmark: Any, source: datasets.Dataset, bins: Bins, name: str) -> None:
     collate = COLLATORS[name](source)
     assert_same_batches(collate, trl_collate(source), bins)
     batches = itertools.cycle(bins)
@@ -109,13 +111,15 @@ def test_collate(benchmark, source, bins, name):
     )
 
 
-def test_copy(benchmark, source, bins):
+def test_copy(benchmark: Any, source: datasets.Dataset, bins: Bins) -> None:
     num_bytes = batch_bytes(ours(source), bins[0])
     benchmark.extra_info["bytes"] = num_bytes
     benchmark.pedantic(copy_floor(num_bytes), rounds=1000, warmup_rounds=20)
 
 
-def test_at_least_50_times_trl_in_torchs_loader_and_at_most_3_copies(source, bins):
+def test_at_least_50_times_trl_in_torchs_loader_and_at_most_3_copies(
+    source: datasets.Dataset, bins: Bins
+) -> None:
     num_batches, num_slow = 500, 60
     dataset = TokenDataset(source)
     loader = DataLoader(dataset, batch_sampler=bins, collate_fn=PackedCollator())

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from benchmarks.loading_rivals import OURS, RIVALS, Workload, assert_same_batch, workload
+from benchmarks.rivals import trl_collator
 
 ROUNDS = 3
 pytestmark = pytest.mark.filterwarnings("ignore")  # the rivals' own
@@ -55,14 +56,15 @@ def measure(make: Callable[[Workload], Iterator[Any]], data: Workload, batches: 
 def cpu_seconds() -> float:
     """CPU time so far of this process and its living children."""
     children = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    return time.process_time() + sum(times.user + times.system for times in children)
+    return time.process_time() + sum(float(times.user + times.system) for times in children)
 
 
 def throughput() -> dict[str, Speed]:
     torch.set_num_threads(1)
     with workload(60_000) as data:
-        for rival in RIVALS.values():
-            assert_same_batch(next(OURS["multipack DataLoader, 1 thread"](data)), next(rival(data)))
+        expected = trl_collator()(data.rows.__getitems__(data.bins[0]))
+        for make in (RIVALS | OURS).values():
+            assert_same_batch(next(make(data)), expected)
         speeds = {name: measure(make, data, 12) for name, make in RIVALS.items()}
         return speeds | {name: measure(make, data, 300) for name, make in OURS.items()}
 

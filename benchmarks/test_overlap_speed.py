@@ -61,6 +61,9 @@ LOADERS: dict[str, Callable[[Workload], Iterator[Any]]] = {
     "no loader": nothing,
     "torch DataLoader + trl, 0 workers": functools.partial(torch_loader, workers=0),
     "torch DataLoader + trl, 1 worker": functools.partial(torch_loader, workers=1),
+    "torch DataLoader + trl, rows as tensors, 1 worker": functools.partial(
+        torch_loader, workers=1, tensors=True
+    ),
     "a thread over torch DataLoader + trl": thread_over_lists,
     "multipack DataLoader, 1 thread": our_loader,
 }

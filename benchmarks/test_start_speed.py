@@ -74,7 +74,7 @@ STARTS: dict[str, tuple[Callable[[Workload], Any], int]] = {
 
 @pytest.mark.benchmark(group="first batch of 100,000 rows")
 @pytest.mark.parametrize("name", STARTS)
-def test_first_batch(benchmark, data, name):
+def test_first_batch(benchmark: Any, data: Workload, name: str) -> None:
     start, rounds = STARTS[name]
     tokens = start(data)["input_ids"].numel()
     assert 0.999 * CAPACITY <= tokens <= CAPACITY
@@ -138,7 +138,7 @@ RESUMES: dict[str, tuple[Callable[[Workload], Callable[[], Any]], int]] = {
 
 @pytest.mark.benchmark(group=f"resume after {DONE} batches")
 @pytest.mark.parametrize("name", RESUMES)
-def test_resume(benchmark, data, name):
+def test_resume(benchmark: Any, data: Workload, name: str) -> None:
     make, rounds = RESUMES[name]
     resume = make(data)
     reference = trl_collator()(data.rows.__getitems__(data.bins[DONE]))
