@@ -9,16 +9,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 
-from multipack import DistributedBatchSampler, MultipackBatchSampler
+from multipack import DistributedBatchSampler, MultipackBatchSampler, packed_dataloader
 from multipack.distributed import check_agreement
-from multipack.train import evaluate
+from multipack.train import evaluate, loop
 from multipack.train.engine import EngineOptions, build_engine
+from multipack.train.exchange import gather_counts, gather_ragged
+from multipack.train.metrics import StepMetrics
 from multipack.train.optim import OptimizerSpec
+from multipack.train.ppo_sizes import PPOSizes
+from multipack.train.prompts import deal_prompts
+from multipack.train.stop import StopOnSigterm
+from multipack.train.windows import Window
 
 
 class Weight(nn.Module):
@@ -32,13 +39,33 @@ class Weight(nn.Module):
         return self.weight.mean() * losses.sum()
 
 
-def loss_of(stage: int, losses: list[float], targets: int) -> float:
-    """What an optimizer step over `targets` tokens minimises when this rank's micro-batch has these losses."""
+def step_of(stage: int, *micro_batches: list[float]) -> list[float]:
+    """The loss that an optimizer step reports, and the one that it minimises, when the tokens of this rank's micro-batches have
+    these losses."""
     spec = OptimizerSpec(name="sgd", learning_rate=0.0, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8)
     engine = build_engine(Weight(), spec, EngineOptions(zero_stage=stage), torch.device("cpu"))
-    engine.micro_step(lambda model: model(torch.tensor(losses)), divisor=targets, last=True)
-    gradient: Any = engine.module.weight.grad
-    return float((gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).sum())
+    schedule = LambdaLR(engine.optimizer, lambda _: 1.0)
+    reported: list[StepMetrics] = []
+    stepper = loop.Stepper(engine, schedule, first_step=0, report=reported.append, stop=StopOnSigterm())
+    counts = dict.fromkeys(("num_sequences", "num_tokens", "num_slots", "num_bin_slots"), 1)
+    batches = [
+        {"losses": torch.tensor(losses), "num_target_tokens": len(losses)} | counts
+        for losses in micro_batches
+    ]
+    loop.causal_lm_loss_sum = lambda model, batch: model(batch["losses"])
+    stepper.take(Window(batches, epoch=1.0, ends_epoch=True, wait_seconds=0.0))
+    stepper.flush()
+    (metrics,) = reported
+    # Both weights have half of the loss for a gradient.
+    return [metrics.loss, metrics.grad_norm * 2**0.5]
+
+
+def known_alone(loader: Any) -> list[Any]:
+    """What a progress bar or a checkpoint asks for; a loader's address is its own."""
+    sampler = loader.batch_sampler
+    plan = sampler.batch_sampler.plan
+    said = [repr(loader).split(" object")[0], str(loader.stats), str(loader.state_dict())]
+    return [len(loader), len(sampler), sampler.remaining, sampler.capacity, plan.efficiency, *said]
 
 
 def evaluated(sums: list[tuple[float, int]]) -> tuple[float, int]:
@@ -60,12 +87,17 @@ def main(folder: Path) -> None:
     rank = dist.get_rank()
     answer: dict[str, Any] = {}
 
-    sampler = DistributedBatchSampler(MultipackBatchSampler([3] * 200, 16))
+    loader = packed_dataloader((np.zeros(600, np.int32), np.arange(0, 601, 3)), 16)
     if rank == 0:  # a collective would wait for rank 1, which asks later
-        answer["alone"] = [len(sampler), str(sampler.state_dict()), sampler.capacity]
+        answer["alone"] = known_alone(loader)
     dist.barrier()
     if rank == 1:
-        answer["alone"] = [len(sampler), str(sampler.state_dict()), sampler.capacity]
+        answer["alone"] = known_alone(loader)
+    run = PPOSizes(
+        num_replicas=2, rollout_batch_size=8, num_collect_steps=1, train_batch_size=2, update_mode="epochs", num_update_steps=1
+    )  # fmt: skip
+    (prompts,) = deal_prompts(run, 8, num_episodes=1, seed=0, rank=rank)
+    answer["prompts"] = gather_ragged(np.array(prompts), gather_counts(len(prompts))).tolist()
 
     seeded = DistributedBatchSampler(MultipackBatchSampler([3] * 200, 16, seed=rank))
     try:
@@ -74,10 +106,13 @@ def main(folder: Path) -> None:
         answer["seeds differ"] = str(error)
 
     for stage in (0, 1, 2, 3):
-        losses = ([1.0] * 2, [2.0] * 8)[rank]
-        answer[f"2 of 1.0 and 8 of 2.0, stage {stage}"] = loss_of(stage, losses, targets=10)
-        losses = ([1.0] * 5, [7.0])[rank]
-        answer[f"5 of 1.0 and 1 of 7.0, stage {stage}"] = loss_of(stage, losses, targets=6)
+        two, eight = [1.0] * 2, [2.0] * 8
+        answer[f"2 of 1.0 and 8 of 2.0, stage {stage}"] = [
+            step_of(stage, (two, eight)[rank]),  # each on a rank
+            step_of(stage, two, eight),  # one after the other on both
+            step_of(stage, (two, eight)[rank], (eight, two)[rank]),
+        ]
+        answer[f"5 of 1.0 and 1 of 7.0, stage {stage}"] = step_of(stage, ([1.0] * 5, [7.0])[rank])
     answer["1 of 4.0 and 3 of 2.0"] = evaluated([[(4.0, 1)], [(6.0, 3)]][rank])
     answer["three batches"] = evaluated([[(20.0, 10), (0.0, 0)], [(9.0, 3), (0.0, 0)]][rank])
     warnings = logging.handlers.BufferingHandler(100)

@@ -63,9 +63,11 @@ def test_colossalai_5066_a_buffer_below_the_training_batch_is_no_success() -> No
 def test_transformers_34242_micro_batches_weigh_by_their_tokens(
     two_ranks: list[dict[str, Any]], stage: int
 ) -> None:
-    # 2 tokens of loss 1.0 on one rank, 8 of 2.0 on the other: 18 / 10; a mean of means says 1.5.
-    answers = [rank[f"2 of 1.0 and 8 of 2.0, stage {stage}"] for rank in two_ranks]
-    assert answers == pytest.approx([1.8, 1.8])
+    # 2 tokens of loss 1.0 in one micro-batch, 8 of 2.0 in the other: 18 / 10; a mean of means says 1.5. The micro-batches are
+    # those of two ranks, of two micro-steps, or both; what is reported is what is minimised.
+    for rank in two_ranks:
+        answers = rank[f"2 of 1.0 and 8 of 2.0, stage {stage}"]
+        assert np.array(answers) == pytest.approx(np.full((3, 2), 1.8))
 
 
 @pytest.mark.distributed
@@ -74,8 +76,8 @@ def test_prime_rl_1960_a_lonely_token_weighs_as_any_other(
     two_ranks: list[dict[str, Any]], stage: int
 ) -> None:
     # 5 tokens of loss 1.0 and 1 of 7.0: 12 / 6; a mean of means says 4.0.
-    answers = [rank[f"5 of 1.0 and 1 of 7.0, stage {stage}"] for rank in two_ranks]
-    assert answers == pytest.approx([2.0, 2.0])
+    for rank in two_ranks:
+        assert rank[f"5 of 1.0 and 1 of 7.0, stage {stage}"] == pytest.approx([2.0, 2.0])
 
 
 @pytest.mark.distributed
@@ -100,7 +102,7 @@ def test_two_ranks_find_differing_seeds_and_need_none_to_know_their_length(
     # mlcommons/training#625 and axolotl-ai-cloud/axolotl#1966, whose other halves are among the samplers' reports.
     # 5 rows of 3 tokens fit a bin of 16: 40 bins, 20 a rank, asked for by rank 0 while rank 1 was silent.
     assert two_ranks[0]["alone"] == two_ranks[1]["alone"]
-    assert two_ranks[0]["alone"][0] == 20
+    assert two_ranks[0]["alone"][:4] == [20, 20, 20, 16]
     assert all("plan other data than rank 0" in rank["seeds differ"] for rank in two_ranks)
 
 
@@ -222,11 +224,15 @@ def test_labs_molt_85_an_episode_takes_each_prompt_once_and_ends(
         assert sorted(row for rows in episode for row in rows) == list(range(num_prompts))
 
 
-def test_unsloth_zoo_832_ranks_generate_from_different_prompts() -> None:
+@pytest.mark.distributed
+def test_unsloth_zoo_832_ranks_generate_from_different_prompts(two_ranks: list[dict[str, Any]]) -> None:
     run = sizes(2, rollout=8, train=2)
     (first,), (second,) = (list(deal_prompts(run, 8, num_episodes=1, seed=0, rank=rank)) for rank in range(2))
     assert (len(first), len(second)) == (4, 4)
     assert sorted(first + second) == list(range(8))
+    # So do two processes, and what they gather is of eight different prompts.
+    for rank in two_ranks:
+        assert rank["prompts"] == first + second
 
 
 def test_absolute_zero_reasoner_14_filtered_prompts_below_the_batch() -> None:
