@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 from helpers import SHARED
 from hypothesis import settings
+
+# For tests of the folder benchmarks; last, so that the multipack that is installed comes first.
+sys.path.append(str(Path(__file__).parents[1]))
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and every child would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
