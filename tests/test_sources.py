@@ -1,0 +1,100 @@
+"""Whatever holds token sequences, as an Arrow table: the odd sources, and where each row of them goes."""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+import sys
+import tempfile
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from multipack import sources
+from multipack.dataset import TokenDataset
+
+
+def tokens(dataset: TokenDataset) -> list[list[int]]:
+    return [dataset[i]["input_ids"].tolist() for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("chunks", [[[3, 1], [0]], [[3], [], [1, 0]], [[]], []])
+def test_an_index_map_may_have_any_number_of_chunks(chunks):
+    # Concatenating selected data sets joins their index maps without copying them.
+    table = datasets.table.InMemoryTable(pa.table({"input_ids": [[1], [2, 2], [3], [4, 4]]}))
+    indices = pa.table({"indices": pa.chunked_array(chunks, pa.uint64())})
+    source = datasets.Dataset(
+        table, indices_table=datasets.table.InMemoryTable(indices), fingerprint="chunked"
+    )
+    expected = [[4, 4], [2, 2], [1]] if any(chunks) else []
+    assert tokens(TokenDataset(source)) == expected == source["input_ids"][:]
+
+
+def test_selected_data_sets_can_be_joined():
+    source = datasets.Dataset.from_dict({"input_ids": [[1], [2, 2], [3]]})
+    joined = datasets.concatenate_datasets([source.select([2, 0]), source.select([1])])
+    assert tokens(TokenDataset(joined)) == [[3], [1], [2, 2]]
+
+
+def test_columns_are_chosen_whatever_the_format_shows():
+    columns = {"input_ids": [[1, 2]], "labels": [[1, 2]], "name": ["a"]}
+    source = datasets.Dataset.from_dict(columns).with_format("torch", columns=["input_ids", "name"])
+    assert TokenDataset(source).columns == ("input_ids", "name")
+    assert TokenDataset(source, columns=["labels"]).columns == ("input_ids", "labels")
+
+
+def test_a_list_needs_no_datasets_package(monkeypatch):
+    monkeypatch.delitem(sys.modules, "datasets")
+    assert tokens(TokenDataset([[1, 2]])) == [[1, 2]]
+
+
+def test_a_tuple_is_a_pair_or_nothing():
+    with pytest.raises(TypeError, match="tuple cannot be read in place"):
+        TokenDataset(([1, 2], [0, 2], [0]))
+
+
+@pytest.mark.parametrize("way", ["array over a mapping", "mapping without a name"])
+def test_mappings_that_no_path_leads_to_travel_with_their_values(way):
+    with tempfile.TemporaryFile() as file:
+        file.write(np.arange(6, dtype=np.int32).tobytes())
+        file.flush()
+        values: Any
+        if way == "array over a mapping":
+            values = np.frombuffer(mmap.mmap(file.fileno(), 0), np.int32)
+        else:
+            values = np.memmap(file, np.int32, "r")
+        dataset = pickle.loads(pickle.dumps(TokenDataset((values, [0, 2, 6]))))
+    assert tokens(dataset) == [[0, 1], [2, 3, 4, 5]]
+
+
+class OldSequence:
+    """Rows by index until IndexError, as before `__iter__` was invented."""
+
+    def __getitem__(self, i: int) -> list[int]:
+        return [[1], [2, 3]][i]
+
+
+@pytest.mark.parametrize("rows", [{"a": [1], "b": [2, 3]}.values(), OldSequence(), iter([[1], [2, 3]])])
+def test_rows_come_as_the_source_iterates(rows):
+    assert tokens(TokenDataset.from_iterable(rows)) == [[1], [2, 3]]
+
+
+def test_rows_of_other_keys_are_named_in_later_blocks_too(monkeypatch):
+    monkeypatch.setattr(sources, "_ROWS_PER_CHUNK", 2)
+    rows = [{"input_ids": [i]} for i in range(5)]
+    assert tokens(TokenDataset.from_iterable(rows)) == [[i] for i in range(5)]
+    rows[3] = {"input_ids": [3], "labels": [3]}
+    with pytest.raises(ValueError, match=r"row 3 has the keys \['input_ids', 'labels'\], but row 2 has"):
+        TokenDataset.from_iterable(rows)
+
+
+def test_rows_above_two_to_the_31_numbers_get_wide_offsets(monkeypatch):
+    rows = [np.array([1, 2], np.int32), np.array([3], np.int32)]
+    assert pa.types.is_list(sources.table_of_rows(rows, "x", first_row=0).column("x").type)
+    monkeypatch.setattr(sources, "_MAX_INT32", 2)
+    table = sources.table_of_rows(rows, "x", first_row=0)
+    assert pa.types.is_large_list(table.column("x").type)
+    assert tokens(TokenDataset(table, column="x")) == [[1, 2], [3]]
