@@ -4,26 +4,36 @@
 #
 #   tests/distributed/two_hosts.sh [FOLDER]        as the superuser; a minute
 #
-# FOLDER (a temporary one by default) is the storage that both hosts see.
+# FOLDER (by default a temporary one, kept only on failure) is the storage that both hosts see.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
+if [ "$(id -u)" -ne 0 ] || ! command -v ip > /dev/null; then
+    echo "two_hosts: network namespaces need the superuser and the command ip (iproute2)" >&2
+    exit 2
+fi
 python=${PYTHON:-python}
 folder=${1:-$(mktemp -d)}
 timeout_s=6  # ddp_timeout of the run
 a=multipack-a-$$ b=multipack-b-$$
 pids=()
 
+# kill_host NAMESPACE: every process in it; torchrun gives its workers sessions of their own, so no process group holds them all.
+kill_host() {
+    ip netns pids "$1" 2>/dev/null | xargs -r kill -9 2>/dev/null || true
+}
 cleanup() {
-    for pid in "${pids[@]}"; do kill -9 -- "-$pid" 2>/dev/null || true; done
-    ip netns del "$a" 2>/dev/null || true
-    ip netns del "$b" 2>/dev/null || true
+    for host in "$a" "$b"; do
+        kill_host "$host"
+        ip netns del "$host" 2>/dev/null || true
+    done
 }
 trap cleanup EXIT
 
 fail() {
     echo "two_hosts: $1" >&2
     tail -n 25 "$folder"/host-*.log >&2
+    echo "two_hosts: logs and checkpoints are in $folder" >&2
     exit 1
 }
 
@@ -50,9 +60,9 @@ arguments=(
 )
 export OMP_NUM_THREADS=1
 
-# host RANK NAMESPACE DEVICE: one node of the run, in a session of its own.
+# host RANK NAMESPACE DEVICE: one node of the run.
 host() {
-    GLOO_SOCKET_IFNAME=$3 setsid ip netns exec "$2" "$python" -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank "$1" \
+    GLOO_SOCKET_IFNAME=$3 ip netns exec "$2" "$python" -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank "$1" \
         --master-addr 10.77.0.1 --master-port 29577 "${arguments[@]}" > "$folder/host-$1.log" 2>&1 &
     pids+=($!)
 }
@@ -70,18 +80,16 @@ done
 echo "two_hosts: cutting host b off after step $(steps)"
 ip -n "$b" link set veth-b down
 cut=$SECONDS
-set +e
-timeout 60 tail --pid="${pids[0]}" -f /dev/null
-wait "${pids[0]}"
-code=$?
-set -e
+timeout 60 tail --pid="${pids[0]}" -f /dev/null || fail "host a still ran a minute after the cut"
+code=0
+wait "${pids[0]}" || code=$?
 seconds=$((SECONDS - cut))
 [ $code -ne 0 ] || fail "host a ended without an error"
 # The limit of one collective, and what torchrun takes to notice and to end.
 [ $seconds -le $((timeout_s + 15)) ] || fail "host a needed $seconds s to notice, its limit is $timeout_s s"
 grep -q "Timed out waiting" "$folder/host-0.log" || fail "host a does not say what it waited for"
 echo "two_hosts: host a ended with code $code after $seconds s"
-kill -9 -- "-${pids[1]}" 2>/dev/null || true
+kill_host "$b"
 
 $python -m torch.distributed.run --standalone --nproc-per-node 1 "${arguments[@]}" --resume_from_checkpoint last \
     > "$folder/host-0.log" 2>&1 || fail "the run did not go on on one host"
@@ -93,3 +101,4 @@ rows = sorted(row for line in lines for row in json.loads(line)["rows"])
 assert rows == sorted([*range(300)] * 6), f"{len(rows)} rows, {len(set(rows))} of them different"
 PYTHON
 echo "two_hosts: resumed on one host, each of 300 rows once in each of 6 epochs"
+[ $# -gt 0 ] || rm -r "$folder"
