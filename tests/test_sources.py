@@ -98,3 +98,24 @@ def test_rows_above_two_to_the_31_numbers_get_wide_offsets(monkeypatch):
     table = sources.table_of_rows(rows, "x", first_row=0)
     assert pa.types.is_large_list(table.column("x").type)
     assert tokens(TokenDataset(table, column="x")) == [[1, 2], [3]]
+
+
+def test_arrays_are_read_where_they_lie():
+    ids, score = np.zeros((2, 3), np.int32), np.zeros(2, np.float32)
+    dataset = TokenDataset({"input_ids": ids, "score": score})
+    ids[1, 2], score[1] = 7, 0.5
+    assert dataset[1]["input_ids"].tolist() == [0, 0, 7]
+    assert dataset[1]["score"].item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (np.array([[1, 2], [3, 4]], object), [[1, 2], [3, 4]]),
+        (np.array([np.array([1]), np.array([2, 3])], object), [[1], [2, 3]]),
+        (np.zeros((3, 0), np.int64), []),
+        (np.zeros((0, 3), np.int64), []),
+    ],
+)
+def test_arrays_of_objects_and_empty_ones(array, expected):
+    assert tokens(TokenDataset({"input_ids": array})) == expected
