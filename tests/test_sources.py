@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from multipack import sources
 from multipack.dataset import TokenDataset
@@ -119,3 +120,19 @@ def test_arrays_are_read_where_they_lie():
 )
 def test_arrays_of_objects_and_empty_ones(array, expected):
     assert tokens(TokenDataset({"input_ids": array})) == expected
+
+
+def test_tensors_of_any_kind():
+    rows = [{"input_ids": torch.tensor([1, 2]), "w": torch.tensor([0.5, 2.0], dtype=torch.bfloat16)}] * 2
+    rows[1] = rows[1] | {"w": torch.tensor([1.5, 3.0], requires_grad=True)}
+    dataset = TokenDataset(rows)
+    assert [dataset[i]["w"].tolist() for i in range(2)] == [[0.5, 2.0], [1.5, 3.0]]
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy, np.ndarray.tolist])
+def test_rows_with_several_lists_are_not_strung_together(make):
+    row = make(np.arange(6).reshape(2, 3))
+    with pytest.raises(TypeError, match="must be a list of numbers"):
+        TokenDataset([{"input_ids": row}])
+    beside = TokenDataset([{"input_ids": [1], "table": row}])
+    assert beside[0]["table"] == [[0, 1, 2], [3, 4, 5]]
