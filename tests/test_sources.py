@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from multipack import sources
+from multipack.collate import PackedCollator
 from multipack.dataset import TokenDataset
 
 
@@ -136,3 +137,36 @@ def test_rows_with_several_lists_are_not_strung_together(make):
         TokenDataset([{"input_ids": row}])
     beside = TokenDataset([{"input_ids": [1], "table": row}])
     assert beside[0]["table"] == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (np.array([1, 2]), np.array([0.5, 1.5]), [[1.0, 2.0], [0.5, 1.5]]),
+        (np.array([-1, 2]), np.array([2**63 - 1, 3], np.uint64), [[-1, 2], [2**63 - 1, 3]]),
+        (np.array([True, False]), np.array([7, 8], np.uint8), [[1, 0], [7, 8]]),
+    ],
+)
+def test_rows_of_different_types_keep_their_values(first, second, expected):
+    empty = {"input_ids": np.array([], np.int64), "x": np.array([], np.uint64)}
+    rows = [{"input_ids": np.array([1, 2]), "x": numbers} for numbers in (first, second)]
+    dataset = TokenDataset([rows[0], empty, rows[1]])
+    assert [dataset[i]["x"].tolist() for i in range(2)] == expected
+
+
+@pytest.mark.parametrize("beside", [[], [np.array([1, 2])]])
+def test_what_64_bits_with_a_sign_cannot_hold_is_refused(beside):
+    rows = [*beside, np.array([2**63, 1], np.uint64)]
+    with pytest.raises(ValueError, match=r"above 2\^63 - 1"):
+        PackedCollator()(TokenDataset(rows).__getitems__(range(len(rows))))
+
+
+@pytest.mark.parametrize("offsets", [[[0, 2]], [], [0.0, 2.0], np.array([], np.int64)])
+def test_offsets_of_another_shape_are_refused(offsets):
+    with pytest.raises(ValueError, match="both must be flat, and the offsets integers"):
+        TokenDataset((np.arange(2), offsets))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16, np.uint64])
+def test_offsets_of_any_width(dtype):
+    assert tokens(TokenDataset((np.arange(3), np.array([0, 2, 3], dtype)))) == [[0, 1], [2]]
