@@ -6,11 +6,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
+#include "checks.h"
 #include "gather.h"
 #include "packing.h"
 #include "permute.h"
@@ -24,30 +25,15 @@ namespace {
 template <class T>
 using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-template <class T>
-std::span<T> span(const Vector<T>& array) {
-    return {array.data(), array.shape(0)};
+void check_aligned(const void* data, size_t bytes) {
+    if (reinterpret_cast<uintptr_t>(data) % bytes != 0)
+        throw std::invalid_argument("an array does not lie at a multiple of its element's size: pass a copy");
 }
 
-/// A packer writes without bounds checks, so its input is checked here, whatever Python checked before.
-void check_packing(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences,
-                   size_t num_offsets, size_t num_indices) {
-    if (capacity < 1 || max_sequences < 1)
-        throw std::invalid_argument("capacity and max_sequences must be at least 1");
-    if (lengths.size() > INT32_MAX)
-        throw std::invalid_argument("at most 2^31 - 1 sequences can be packed at once");
-    if (num_offsets < lengths.size() + 1 || num_indices < lengths.size())
-        throw std::invalid_argument("offsets or indices are too short for the lengths");
-    // One pass without branches; the row is sought only when there is one.
-    uint32_t worst = 0;
-    for (int32_t length : lengths) worst = std::max(worst, static_cast<uint32_t>(length) - 1u);
-    if (worst < static_cast<uint32_t>(capacity)) return;
-    for (size_t row = 0; row < lengths.size(); ++row) {
-        if (lengths[row] < 1 || lengths[row] > capacity)
-            throw std::invalid_argument("row " + std::to_string(row) + " has length " +
-                                        std::to_string(lengths[row]) + ", outside 1.." +
-                                        std::to_string(capacity));
-    }
+template <class T>
+std::span<T> span(const Vector<T>& array) {
+    check_aligned(array.data(), sizeof(T));
+    return {array.data(), array.shape(0)};
 }
 
 template <class Packer>
@@ -57,20 +43,11 @@ void def_packer(nb::module_& module, const char* name, Packer packer) {
         [packer](Vector<const int32_t> lengths, int32_t capacity, int64_t max_sequences, uint64_t seed,
                  Vector<int64_t> offsets, Vector<int32_t> indices) {
             nb::gil_scoped_release release;
-            check_packing(span(lengths), capacity, max_sequences, offsets.shape(0), indices.shape(0));
+            multipack::check_packing(span(lengths), capacity, max_sequences, span(offsets), span(indices));
             return packer(span(lengths), capacity, max_sequences, seed, span(offsets), span(indices));
         },
         "lengths"_a.noconvert(), "capacity"_a, "max_sequences"_a, "seed"_a, "offsets"_a.noconvert(),
         "indices"_a.noconvert());
-}
-
-void check_counts(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences) {
-    if (capacity < 1 || max_sequences < 1)
-        throw std::invalid_argument("capacity and max_sequences must be at least 1");
-    if (counts.size() != static_cast<size_t>(capacity) + 1)
-        throw std::invalid_argument("counts must hold capacity + 1 numbers");
-    for (int64_t count : counts)
-        if (count < 0) throw std::invalid_argument("counts must not be negative");
 }
 
 template <class Function>
@@ -79,7 +56,7 @@ void def_counts(nb::module_& module, const char* name, Function function) {
         name,
         [function](Vector<const int64_t> counts, int32_t capacity, int64_t max_sequences) {
             nb::gil_scoped_release release;
-            check_counts(span(counts), capacity, max_sequences);
+            multipack::check_counts(span(counts), capacity, max_sequences);
             return function(span(counts), capacity, max_sequences);
         },
         "counts"_a.noconvert(), "capacity"_a, "max_sequences"_a);
@@ -97,16 +74,11 @@ void def_stream_pool(nb::module_& module) {
         .def_ro("next_arrival", &StreamPool::State::next_arrival)
         .def_ro("search_budget", &StreamPool::State::search_budget)
         .def_ro("random", &StreamPool::State::random);
-    auto check_length = [](const StreamPool& pool, int32_t length) {
-        if (length < 1 || length > pool.capacity()) throw std::invalid_argument("length outside 1..capacity");
-        if (pool.full()) throw std::invalid_argument("the pool is full");
-    };
     nb::class_<StreamPool>(module, "StreamPool")
         .def(
             "__init__",
             [](StreamPool* self, int32_t capacity, int32_t pool_size, int64_t max_sequences, uint64_t seed) {
-                if (capacity < 1 || pool_size < 1 || max_sequences < 1)
-                    throw std::invalid_argument("capacity, pool_size and max_sequences must be at least 1");
+                multipack::check_pool(capacity, pool_size, max_sequences);
                 new (self) StreamPool(capacity, pool_size, max_sequences, seed);
             },
             "capacity"_a, "pool_size"_a, "max_sequences"_a, "seed"_a)
@@ -114,8 +86,10 @@ void def_stream_pool(nb::module_& module) {
         .def_prop_ro("full", &StreamPool::full)
         .def(
             "push",
-            [check_length](StreamPool& pool, int64_t id, int32_t length) {
-                check_length(pool, length);
+            [](StreamPool& pool, int64_t id, int32_t length) {
+                if (length < 1 || length > pool.capacity())
+                    throw std::invalid_argument("length outside 1..capacity");
+                if (pool.full()) throw std::invalid_argument("the pool is full");
                 pool.push(id, length);
             },
             "id"_a, "length"_a)
@@ -131,12 +105,8 @@ void def_stream_pool(nb::module_& module) {
         .def("state", &StreamPool::state)
         .def(
             "restore",
-            [check_length](StreamPool& pool, const StreamPool::State& state) {
-                const size_t size = state.ids.size();
-                if (pool.size() != 0 || size > static_cast<size_t>(pool.pool_size()) ||
-                    state.arrivals.size() != size || state.lengths.size() != size)
-                    throw std::invalid_argument("the state does not fit this pool");
-                for (int32_t length : state.lengths) check_length(pool, length);
+            [](StreamPool& pool, const StreamPool::State& state) {
+                multipack::check_state(pool, state);
                 pool.restore(state);
             },
             "state"_a);
@@ -159,25 +129,20 @@ void def_packing(nb::module_& module) {
     def_packer(module, "pack_auto", pack_auto);
     def_counts(module, "best_fit_decreasing_bins", best_fit_decreasing_bins);
     def_counts(module, "lower_bound", lower_bound);
+    module.attr("MAX_CAPACITY") = kMaxCapacity;
     module.def(
         "shuffle_bins",
         [](uint64_t seed, Vector<int64_t> offsets, Vector<int32_t> indices) {
             nb::gil_scoped_release release;
-            const std::span<int64_t> ends = span(offsets);
-            if (ends.empty() || ends.front() != 0 || ends.back() != static_cast<int64_t>(indices.shape(0)) ||
-                !std::is_sorted(ends.begin(), ends.end()))
-                throw std::invalid_argument("offsets must rise from 0 to the number of indices");
-            shuffle_bins(0, static_cast<int64_t>(ends.size()) - 1, seed, ends, span(indices));
+            check_bins(span(offsets), static_cast<int64_t>(indices.shape(0)));
+            shuffle_bins(0, static_cast<int64_t>(offsets.shape(0)) - 1, seed, span(offsets), span(indices));
         },
         "seed"_a, "offsets"_a.noconvert(), "indices"_a.noconvert());
     module.def(
         "permuted_rows",
         [](int64_t num_rows, int64_t block, uint64_t seed, int64_t start, Vector<int64_t> rows) {
             nb::gil_scoped_release release;
-            const int64_t count = static_cast<int64_t>(rows.shape(0));
-            if (block < 1 || start < 0 || start % block != 0 || count > num_rows - start ||
-                count > UINT32_MAX)
-                throw std::invalid_argument("window outside the rows, or not at a multiple of the block");
+            check_window(num_rows, block, start, static_cast<int64_t>(rows.shape(0)));
             permuted_rows(num_rows, block, seed, start, span(rows));
         },
         "num_rows"_a, "block"_a, "seed"_a, "start"_a, "rows"_a.noconvert());
@@ -240,21 +205,18 @@ PyColumn make_column(const std::string& element_name, int offset_bytes, int64_t 
 
 using Out = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
-/// Collects the outputs of one batch and keeps their arrays alive until run() has written them.
+/// Collects the outputs of one batch and keeps their arrays alive until run() has written them. Numbers that
+/// say where to write are copies, so that they stay as they were checked while other threads and outputs
+/// write.
 struct PyGather {
     multipack::Batch batch;
-    std::vector<Vector<const int64_t>> inputs;
+    std::vector<int64_t> rows, starts, lengths, places;
     std::vector<Out> outputs;
     std::vector<std::shared_ptr<const PyColumn>> columns;
 
     const multipack::Column* hold(std::shared_ptr<const PyColumn> column) {
         columns.push_back(std::move(column));
         return &columns.back()->column;
-    }
-
-    std::span<const int64_t> hold(const Vector<const int64_t>& array) {
-        inputs.push_back(array);
-        return span(array);
     }
 
     void* hold(const Out& out, multipack::Output& output) {
@@ -266,15 +228,16 @@ struct PyGather {
             output = multipack::Output::boolean;
         else
             throw nb::type_error("an output must be int64, float32 or bool");
-        check_size(out.size());
-        outputs.push_back(out);
+        hold(out);
         return out.data();
     }
 
-    void check_size(size_t size) const {
-        if (size != static_cast<size_t>(batch.num_slots))
-            throw std::invalid_argument("an output has " + std::to_string(size) + " slots, the batch " +
+    void hold(const Out& out) {
+        if (out.size() != static_cast<size_t>(batch.num_slots))
+            throw std::invalid_argument("an output has " + std::to_string(out.size()) + " slots, the batch " +
                                         std::to_string(batch.num_slots));
+        check_aligned(out.data(), out.itemsize());
+        outputs.push_back(out);
     }
 };
 
@@ -284,13 +247,18 @@ void init_gather(PyGather* self, Vector<const int64_t> rows, std::optional<Vecto
     if (lengths.shape(0) != size || places.shape(0) != size || (starts && starts->shape(0) != size) ||
         num_slots < 0)
         throw std::invalid_argument("rows, starts, lengths and places must have equal lengths");
-    new (self) PyGather();
-    self->batch.num_slots = num_slots;
-    auto& sequences = self->batch.sequences;
-    sequences.rows = self->hold(rows);
-    if (starts) sequences.starts = self->hold(*starts);
-    sequences.lengths = self->hold(lengths);
-    sequences.places = self->hold(places);
+    const auto copy = [](const Vector<const int64_t>& array) {
+        const std::span<const int64_t> values = span(array);
+        return std::vector<int64_t>(values.begin(), values.end());
+    };
+    PyGather gather;
+    gather.rows = copy(rows);
+    if (starts) gather.starts = copy(*starts);
+    gather.lengths = copy(lengths);
+    gather.places = copy(places);
+    gather.batch.sequences = {gather.rows, gather.starts, gather.lengths, gather.places};
+    gather.batch.num_slots = num_slots;
+    new (self) PyGather(std::move(gather));
 }
 
 void gather_tokens(PyGather& self, std::shared_ptr<const PyColumn> column, const Out& out, double fill) {
@@ -313,12 +281,10 @@ void gather_segments(PyGather& self, Vector<const int32_t> boundaries, const Out
                      const Out& segment_ids, int64_t first_position, int64_t slots_per_row) {
     if (positions.dtype() != nb::dtype<int64_t>() || segment_ids.dtype() != nb::dtype<int32_t>())
         throw nb::type_error("positions must be int64 and segment_ids int32");
-    self.check_size(positions.size());
-    self.check_size(segment_ids.size());
-    self.outputs.push_back(positions);
-    self.outputs.push_back(segment_ids);
-    self.outputs.push_back(Out(boundaries));
-    self.batch.segments = {span(boundaries),
+    self.hold(positions);
+    self.hold(segment_ids);
+    const std::span<const int32_t> ends = span(boundaries);
+    self.batch.segments = {{ends.begin(), ends.end()},
                            {static_cast<int64_t*>(positions.data()), positions.size()},
                            {static_cast<int32_t*>(segment_ids.data()), segment_ids.size()},
                            first_position,
@@ -326,8 +292,9 @@ void gather_segments(PyGather& self, Vector<const int32_t> boundaries, const Out
 }
 
 int64_t run_gather(const PyGather& self) {
+    const multipack::Batch batch = self.batch;  // other threads may add outputs meanwhile
     nb::gil_scoped_release release;
-    return multipack::gather(self.batch);
+    return multipack::gather(batch);
 }
 
 void column_lengths(const PyColumn& self, Vector<const int64_t> rows, Vector<int64_t> lengths) {

@@ -49,6 +49,8 @@ Column::Column(Element element, int offset_bytes, int64_t row_length, std::vecto
     int64_t num_rows = 0;
     for (const Chunk& chunk : chunks) {
         if (chunk.num_rows == 0) continue;
+        if (chunk.num_rows > INT64_MAX - num_rows)
+            throw std::invalid_argument("the chunks have more rows than 64 bits count");
         chunks_.push_back(chunk);
         first_rows_.push_back(num_rows);
         num_rows += chunk.num_rows;
@@ -72,9 +74,11 @@ Slice Column::row(int64_t row) const {
     const int64_t chunk_index = std::upper_bound(first, last, row) - first_rows_.begin() - 1;
     const Chunk& chunk = chunks_[chunk_index];
     const int64_t local = row - first_rows_[chunk_index];
-    int64_t begin = local * row_length_;
-    int64_t end = begin + row_length_;
-    if (offset_bytes_ != 0) {
+    int64_t begin, end;
+    if (offset_bytes_ == 0) {
+        begin = local * row_length_;
+        end = begin + row_length_;
+    } else {
         begin = load_offset(chunk, offset_bytes_, local);
         end = load_offset(chunk, offset_bytes_, local + 1);
     }
@@ -154,7 +158,8 @@ std::byte* slot(void* out, Output output, int64_t number) {
     return static_cast<std::byte*>(out) + number * output_bytes[index(output)];
 }
 
-void fill(void* out, Output output, int64_t first, int64_t last, double value) {
+template <class Value>
+void fill(void* out, Output output, int64_t first, int64_t last, Value value) {
     const auto write = [&]<class T>(T* typed, T typed_value) {
         std::fill(typed + first, typed + last, typed_value);
     };
@@ -194,8 +199,15 @@ Kernel checked(Kernel kernel) {
     return kernel;
 }
 
+void check_fill(const TokenTask& task) {
+    constexpr double limit = 9223372036854775808.0;  // 2^63
+    if (task.output == Output::int64 && !(-limit <= task.fill && task.fill < limit))
+        throw std::invalid_argument("the padding " + std::to_string(task.fill) + " does not fit int64");
+}
+
 void write_tokens(const TokenTask& task, const Sequences& sequences, int64_t num_slots,
                   const Kernels& kernels) {
+    check_fill(task);
     const Source source(*task.column, sequences);
     const Convert convert = checked(kernels.convert[index(source.element())][index(task.output)]);
     const auto write = [&](size_t k) {
@@ -235,7 +247,7 @@ int64_t write_labels(const LabelTask& task, const Sequences& sequences, int64_t 
     std::vector<Source> masks;
     for (const Column* mask : task.masks) masks.emplace_back(*mask, sequences);
     const auto ignore = [&](int64_t first, int64_t last) {
-        fill(task.out, task.output, first, last, static_cast<double>(task.ignore_index));
+        fill(task.out, task.output, first, last, task.ignore_index);
     };
     int64_t num_targets = 0;
     const auto write = [&](size_t k) {

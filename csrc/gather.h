@@ -105,9 +105,9 @@ struct LabelTask {
 /// Positions and sequence numbers. Segment j fills slots boundaries[j] .. boundaries[j + 1]; padding is a
 /// segment too.
 struct SegmentTask {
-    std::span<const int32_t> boundaries;  // strictly increasing from 0 to the number of slots
-    std::span<int64_t> positions;         // first_position, first_position + 1, ... in each segment
-    std::span<int32_t> segment_ids;       // 0, 1, ..., from 0 again at each multiple of slots_per_row
+    std::vector<int32_t> boundaries;  // strictly increasing from 0 to the number of slots
+    std::span<int64_t> positions;     // first_position, first_position + 1, ... in each segment
+    std::span<int32_t> segment_ids;   // 0, 1, ..., from 0 again at each multiple of slots_per_row
     int64_t first_position;
     int64_t slots_per_row;
 };

@@ -96,6 +96,8 @@ MULTIPACK_INLINE uint64_t unpack_8_bits(const std::byte* bits, int64_t first) {
     return ((byte * 0x0101010101010101 & 0x8040201008040201) + 0x7f7f7f7f7f7f7f7f) >> 7 & 0x0101010101010101;
 }
 
+static_assert(std::endian::native == std::endian::little, "unpack_bits copies eight bytes in this order");
+
 MULTIPACK_INLINE void unpack_bits(const std::byte* bits, int64_t first, int64_t count, std::byte* out) {
     int64_t i = 0;
     for (; i + 8 <= count; i += 8) {

@@ -1,49 +1,16 @@
 #include "packing.h"
 
 #include <algorithm>
-#include <bit>
 #include <numeric>
 #include <vector>
 
+#include "length_set.h"
 #include "random.h"
 #include "stream.h"
 
 namespace multipack {
 
 namespace {
-
-/// The smallest set number not below a given one, in a two-level bitmap.
-class SuccessorSet {
-  public:
-    explicit SuccessorSet(int32_t largest) : words_((largest >> 6) + 1), summary_((largest >> 12) + 1) {}
-
-    void insert(int32_t i) {
-        words_[i >> 6] |= 1ULL << (i & 63);
-        summary_[i >> 12] |= 1ULL << ((i >> 6) & 63);
-    }
-
-    void erase(int32_t i) {
-        if (!(words_[i >> 6] &= ~(1ULL << (i & 63)))) summary_[i >> 12] &= ~(1ULL << ((i >> 6) & 63));
-    }
-
-    int32_t successor(int32_t i) const {
-        size_t word = i >> 6;
-        const uint64_t here = words_[word] >> (i & 63);
-        if (here) return i + std::countr_zero(here);
-        if (++word >= words_.size()) return -1;
-        size_t block = word >> 6;
-        uint64_t blocks = summary_[block] >> (word & 63) << (word & 63);
-        while (!blocks) {
-            if (++block >= summary_.size()) return -1;
-            blocks = summary_[block];
-        }
-        word = (block << 6) + std::countr_zero(blocks);
-        return static_cast<int32_t>(word << 6) + std::countr_zero(words_[word]);
-    }
-
-  private:
-    std::vector<uint64_t> words_, summary_;
-};
 
 /// Bins that hold the same lengths: `copies` of `length` on top of what `parent` holds.
 struct Group {
@@ -55,7 +22,7 @@ struct Group {
 /// Best-fit decreasing over groups; returns the number of bins and leaves the final groups in `groups`.
 int64_t best_fit_groups(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences,
                         std::vector<Group>& groups) {
-    SuccessorSet remainders(capacity);
+    LengthSet remainders(capacity);
     std::vector<int32_t> head(capacity + 1, -1);
     int64_t bins = 0;
     for (int32_t length = capacity; length > 0; --length) {

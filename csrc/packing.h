@@ -11,6 +11,9 @@ namespace multipack {
 
 constexpr int64_t kNoLimit = INT64_MAX;
 
+/// Largest capacity in tokens: the packers keep tables of that many entries.
+constexpr int32_t kMaxCapacity = 1 << 24;
+
 /// Put each sequence into the open bin, or open a new one. Keeps the order.
 int64_t next_fit(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences,
                  std::span<int64_t> offsets, std::span<int32_t> indices);

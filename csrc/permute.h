@@ -6,6 +6,9 @@
 
 namespace multipack {
 
+/// Most rows: the permutation has 62 bits.
+constexpr int64_t kMaxRows = int64_t{1} << 62;
+
 /// Rows at positions [start, start + rows.size()) of a seeded permutation of [0, num_rows).
 ///
 /// Blocks of `block` neighbours are permuted as a whole (block 1: single rows), so that a data set on a slow

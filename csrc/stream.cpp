@@ -24,7 +24,7 @@ StreamPool::StreamPool(int32_t capacity, int32_t pool_size, int64_t max_sequence
       pool_size_(pool_size),
       half_(capacity / 2),
       max_sequences_(max_sequences),
-      present_((capacity >> 6) + 3),
+      present_(capacity),
       mirrored_((capacity >> 6) + 3),
       buckets_(capacity + 1),
       slots_(pool_size + 1),
@@ -38,13 +38,13 @@ StreamPool::StreamPool(int32_t capacity, int32_t pool_size, int64_t max_sequence
 
 void StreamPool::mark(int32_t length) {
     const int32_t mirror = capacity_ - length;
-    present_[length >> 6] |= 1ULL << (length & 63);
+    present_.insert(length);
     mirrored_[mirror >> 6] |= 1ULL << (mirror & 63);
 }
 
 void StreamPool::unmark(int32_t length) {
     const int32_t mirror = capacity_ - length;
-    present_[length >> 6] &= ~(1ULL << (length & 63));
+    present_.erase(length);
     mirrored_[mirror >> 6] &= ~(1ULL << (mirror & 63));
 }
 
@@ -100,38 +100,34 @@ void StreamPool::take(int32_t slot, std::vector<int64_t>& ids) {
     free_[pool_size_ - size_--] = slot;
 }
 
-int32_t StreamPool::longest_up_to(int32_t length) const {
-    int32_t word = length >> 6;
-    uint64_t bits = present_[word] << (63 - (length & 63));
-    if (bits) return length - std::countl_zero(bits);
-    while (--word >= 0) {
-        if (present_[word]) return (word << 6) + 63 - std::countl_zero(present_[word]);
-    }
-    return -1;
+/// The smaller of two lengths present that add up to `target`, or -1. The search starts at word `first_word`
+/// of the bitmap and wraps around; words without a length cost budget as well, although they are passed over.
+int32_t StreamPool::exact_pair(int32_t target, int32_t first_word) {
+    const int32_t num_words = (target >> 7) + 1;
+    int32_t first = exact_pair_in(target, first_word, num_words);
+    if (first < 0) first = exact_pair_in(target, 0, first_word);
+    const int32_t word = first >> 6;
+    search_budget_ -= first < 0 ? num_words : word - first_word + (word < first_word ? num_words : 0) + 1;
+    return first;
 }
 
-/// The smaller of two lengths present that add up to `target`, or -1: bit a of `present` and of the mirrored
-/// map shifted by capacity - target, 64 candidates a step. The scan starts at `first_word` and wraps around.
-int32_t StreamPool::exact_pair(int32_t target, int32_t first_word) {
-    const int32_t middle = target >> 1, num_words = (middle >> 6) + 1;
+/// The same in words `from` up to `to`: bit a of `present` and of the mirrored map shifted by capacity -
+/// target, 64 candidates a step.
+int32_t StreamPool::exact_pair_in(int32_t target, int32_t from, int32_t to) const {
+    const int32_t middle = target >> 1;
     const int32_t shift = capacity_ - target, shift_words = shift >> 6, shift_bits = shift & 63;
-    for (int32_t i = 0; i < num_words; ++i) {
-        int32_t word = first_word + i;
-        if (word >= num_words) word -= num_words;
+    for (int32_t word = present_.next_word(from); 0 <= word && word < to;
+         word = present_.next_word(word + 1)) {
         uint64_t partner = mirrored_[word + shift_words] >> shift_bits;
         if (shift_bits) partner |= mirrored_[word + shift_words + 1] << (64 - shift_bits);
-        uint64_t match = present_[word] & partner;
-        if (word == num_words - 1) {
+        uint64_t match = present_.word(word) & partner;
+        if (word == middle >> 6) {
             const int32_t last = middle & 63;
             if (last < 63) match &= (2ULL << last) - 1;
             if (!(target & 1) && buckets_[middle].count < 2) match &= ~(1ULL << last);
         }
-        if (match) {
-            search_budget_ -= i + 1;
-            return (word << 6) + std::countr_zero(match);
-        }
+        if (match) return (word << 6) + std::countr_zero(match);
     }
-    search_budget_ -= num_words;
     return -1;
 }
 
@@ -175,8 +171,7 @@ bool StreamPool::large_need_all_small() const { return 4 * large_gap_ > 3 * smal
 
 /// Take sequences in order of arrival while the rest stays above the mean length; returns the new rest.
 int32_t StreamPool::fill_in_order(int32_t rest, int64_t room, std::vector<int64_t>& ids, int64_t* taken) {
-    const double mean = static_cast<double>(tokens_) / size_;
-    const int32_t reserve = static_cast<int32_t>(mean) + (mean > static_cast<int32_t>(mean));
+    const int32_t reserve = static_cast<int32_t>((tokens_ + size_ - 1) / size_);  // the mean, rounded up
     int skipped = 0;
     int32_t slot = slots_[pool_size_].newer;
     while (slot != pool_size_ && *taken < room && skipped < kOrderLookahead) {
@@ -203,7 +198,7 @@ int32_t StreamPool::fill_longest_first(int32_t rest, int64_t room, std::vector<i
                                        int64_t* taken) {
     const int64_t reserve = 2 * tokens_ / size_;
     while (size_ > 0 && *taken < room && (*taken == 0 || rest > reserve)) {
-        const int32_t length = longest_up_to(rest);
+        const int32_t length = present_.predecessor(rest);
         if (length <= 0) break;
         take_length(length, ids);
         ++*taken;
@@ -237,7 +232,7 @@ int32_t StreamPool::fill(Lead lead, std::vector<int64_t>& ids) {
             take_length(rest, ids);
             return capacity_;
         }
-        const int32_t single = longest_up_to(rest);
+        const int32_t single = present_.predecessor(rest);
         if (single <= 0) break;
         if (room >= 2) {
             const int32_t num_words = (rest >> 7) + 1;
@@ -289,7 +284,7 @@ int32_t stream_pool_size(int64_t num_sequences, int64_t num_tokens, int32_t capa
     if (num_sequences == 0) return 1;
     const double per_bin = static_cast<double>(capacity) * num_sequences / static_cast<double>(num_tokens);
     const int64_t wanted =
-        std::min<int64_t>(1 << 24, std::max<int64_t>(1024, static_cast<int64_t>(8 * per_bin)));
+        std::min<int64_t>(kMaxPoolSize, std::max<int64_t>(1024, static_cast<int64_t>(8 * per_bin)));
     // A pool with less than a bin's worth would close bins half empty while more sequences wait outside.
     const int64_t least = std::min({num_sequences, static_cast<int64_t>(2 * per_bin) + 1, wanted});
     return static_cast<int32_t>(std::clamp(num_sequences / 8, least, wanted));

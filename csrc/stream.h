@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "length_set.h"
 #include "random.h"
 
 namespace multipack {
@@ -66,8 +67,8 @@ class StreamPool {
     bool present(int32_t length) const { return buckets_[length].count > 0; }
     void mark(int32_t length);
     void unmark(int32_t length);
-    int32_t longest_up_to(int32_t length) const;
     int32_t exact_pair(int32_t target, int32_t first_word);
+    int32_t exact_pair_in(int32_t target, int32_t from, int32_t to) const;
     bool close_with_triple(int32_t rest, std::vector<int64_t>& ids);
     int32_t nearest_pair(int32_t rest, int32_t single, int32_t* total);
     int32_t fill_in_order(int32_t rest, int64_t room, std::vector<int64_t>& ids, int64_t* taken);
@@ -76,7 +77,8 @@ class StreamPool {
 
     int32_t capacity_, pool_size_, half_;
     int64_t max_sequences_;
-    std::vector<uint64_t> present_, mirrored_;  // bit l, bit capacity - l
+    LengthSet present_;
+    std::vector<uint64_t> mirrored_;  // bit capacity - l for each length l that is present
     std::vector<Bucket> buckets_;
     std::vector<Slot> slots_;
     std::vector<int32_t> free_;
@@ -86,6 +88,9 @@ class StreamPool {
     int64_t search_budget_ = 0;
     Random random_;
 };
+
+/// Largest pool, in sequences: a slot takes 40 bytes.
+constexpr int32_t kMaxPoolSize = 1 << 24;
 
 /// Pool size that keeps bins full: eight bins' worth of sequences and at least 1024, but an eighth of them at
 /// most, so that most bins keep the order of arrival; never below two bins' worth.

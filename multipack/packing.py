@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack import _core
 
-MAX_CAPACITY = 1 << 24
+MAX_CAPACITY: int = _core.MAX_CAPACITY
 """Largest capacity in tokens: the packers keep tables of that many entries."""
 
 _NO_LIMIT = int(np.iinfo(np.int64).max)
@@ -110,7 +110,8 @@ def pack(
     check_lengths(checked, capacity)
     limit = sequence_limit(max_sequences_per_bin)
     seed = whole_number("seed", seed)
-    small = np.ascontiguousarray(checked, dtype=np.int32)
+    # A copy, which nobody else changes while it is packed, nor afterwards.
+    small = np.array(checked, np.int32)
     if small.size >= 2**31:
         raise ValueError(
             f"{small.size} sequences cannot be packed in one call, at most 2^31 - 1. EpochPlan packs in windows."

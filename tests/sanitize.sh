@@ -18,7 +18,7 @@ cxx=${CXX:-g++}
 python=${PYTHON:-python}
 build=${BUILD:-build/sanitize}
 seed=${SEED:-$(date +%j)} # another one every day, said below so that a fault can be found again
-kernels="packing permute stream gather"
+kernels="checks packing permute stream gather"
 
 nanobind=$($python -c 'import nanobind; print(nanobind.include_dir())')
 includes="-Icsrc -I$nanobind -I$nanobind/../ext/robin_map/include"

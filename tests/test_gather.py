@@ -234,6 +234,53 @@ def test_a_sequence_outside_its_row_or_the_batch_is_an_error(rows, starts, lengt
         gather_tokens(list_column([[1, 2, 3], [4, 5]]), rows, starts, lengths, places, 10, np.int64)
 
 
+def test_outputs_may_share_memory_with_the_places_they_go_to():
+    # What is written must not change where the rest is written.
+    lengths, places = int64(1, 1, 1), int64(0, 1, 2)
+    gather = _core.Gather(int64(0, 0, 0), None, lengths, places, 3)
+    column = list_column([[1 << 30]])
+    gather.tokens(column, lengths, 0)
+    gather.tokens(column, places, 0)
+    boundaries = np.array([0, 1, 3], np.int32)
+    numbers = np.lib.stride_tricks.as_strided(boundaries)
+    gather.segments(boundaries, np.empty(3, np.int64), numbers, 1 << 40, 3)
+    gather.run()
+    assert lengths.tolist() == places.tolist() == [1 << 30] * 3
+    assert boundaries.tolist() == [0, 1, 1]
+
+
+def test_outputs_may_be_added_while_a_batch_is_written():
+    num_slots = 1 << 16
+    gather = _core.Gather(int64(0), None, int64(num_slots), int64(0), num_slots)
+    column = flat_column(np.ones(num_slots, np.int32))
+    outs = [np.zeros(num_slots, np.bool_) for _ in range(300)]
+    thread = threading.Thread(target=lambda: [gather.tokens(column, out, 0) for out in outs])
+    thread.start()
+    while thread.is_alive():
+        gather.run()
+    thread.join()
+    gather.run()
+    assert all(out.all() for out in outs)
+
+
+@pytest.mark.parametrize("fill", [2.0**63, -(2.0**64), float("inf"), float("nan")])
+def test_padding_that_does_not_fit_is_an_error(fill):
+    column = list_column([[1]])
+    with pytest.raises(ValueError, match=r"the padding .* does not fit int64"):
+        gather_tokens(column, [0], None, [1], [0], 2, np.int64, fill)
+    assert gather_tokens(column, [0], None, [1], [0], 2, np.float32, fill)[0] == 1
+
+
+@pytest.mark.parametrize("ignore_index", [2**63 - 1, -(2**63), -(2**53) - 1, -100])
+def test_ignored_labels_are_the_same_number_everywhere(ignore_index):
+    out = np.empty(4, np.int64)
+    gather = _core.Gather(int64(0), None, int64(3), int64(0), 4)
+    mask = list_column([[1, 0, 1]])
+    gather.labels(list_column([[5, 6, 7]]), [mask], out, ignore_index, True)
+    assert gather.run() == 1
+    assert out.tolist() == [ignore_index, ignore_index, 7, ignore_index]
+
+
 @pytest.mark.parametrize("boundaries", [[], [0], [0, 3], [1, 4], [0, 2, 2, 4], [0, 3, 2, 4], [0, 5]])
 def test_boundaries_that_do_not_tile_the_slots_are_an_error(boundaries):
     gather = _core.Gather(int64(), None, int64(), int64(), 4)
@@ -251,6 +298,7 @@ def test_boundaries_that_do_not_tile_the_slots_are_an_error(boundaries):
         ("int32", 4, 0, (1, np.zeros(8, np.uint8), np.zeros(40, np.uint8), 1, 10)),
         ("bit", 4, 0, (1, np.zeros(8, np.uint8), np.zeros(1, np.uint8), 0, 9)),
         ("int32", 0, 3, (4, None, np.zeros(40, np.uint8), 0, 10)),  # 4 rows of 3 need 12 values
+        ("int32", 0, 0, (2**63 - 1, None, None, 0, 2**63 - 1)),
         ("int32", 0, 2**62, (4, None, np.zeros(40, np.uint8), 0, 10)),
         ("int32", 4, 0, (-1, np.zeros(8, np.uint8), np.zeros(40, np.uint8), 0, 10)),
         ("int32", 4, 0, (1, np.zeros(8, np.uint8), np.zeros(40, np.uint8), 0, 2**63 - 1)),
@@ -261,6 +309,38 @@ def test_boundaries_that_do_not_tile_the_slots_are_an_error(boundaries):
 def test_buffers_that_are_too_small_are_refused(element, offset_bytes, row_length, chunk):
     with pytest.raises(ValueError):
         _core.Column(element, offset_bytes, row_length, [_core.Chunk(*chunk)])
+
+
+def test_more_rows_than_64_bits_count_are_refused():
+    # Rows without values need no memory, so only their number is left to look at.
+    chunk = _core.Chunk(2**62, None, None, 0, 0)
+    column = _core.Column("int32", 0, 0, [chunk])
+    length = np.ones(1, np.int64)
+    column.lengths(int64(2**62 - 1), length)
+    assert (column.num_rows, length[0]) == (2**62, 0)
+    with pytest.raises(ValueError, match="more rows than 64 bits count"):
+        _core.Column("int32", 0, 0, [chunk, chunk])
+
+
+def test_a_row_length_beside_offsets_is_not_read():
+    offsets = np.array([0, 1, 3, 4], np.int32).view(np.uint8)
+    column = _core.Column("int32", 4, 2**62, [_core.Chunk(3, offsets, np.zeros(16, np.uint8), 0, 4)])
+    length = np.empty(1, np.int64)
+    column.lengths(int64(2), length)
+    assert length[0] == 1
+
+
+def test_outputs_that_cannot_be_written_are_refused():
+    gather = _core.Gather(int64(0), None, int64(3), int64(0), 3)
+    column = list_column([[1, 2, 3]])
+    fixed = np.zeros(3, np.int64)
+    fixed.flags.writeable = False
+    with pytest.raises(TypeError):
+        gather.tokens(column, fixed, 0)
+    with pytest.raises(TypeError):
+        gather.tokens(column, np.zeros((3, 2), np.int64)[:, 0], 0)
+    with pytest.raises(ValueError, match="multiple of its element's size"):
+        gather.tokens(column, np.zeros(25, np.uint8)[1:].view(np.int64), 0)
 
 
 def test_outputs_of_another_size_or_type_are_refused():

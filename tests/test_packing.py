@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import oracles
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multipack
-from multipack import lower_bound, pack
+from multipack import _core, lower_bound, pack
 
 METHODS = ["auto", "stream", "best_fit_decreasing", "next_fit"]
 
@@ -29,14 +31,20 @@ def assert_packed(
     assert limit is None or max(map(len, bins), default=0) <= limit
 
 
-lengths_and_capacity = st.integers(1, 300).flatmap(
-    lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=120), st.just(capacity))
+def with_lengths(capacity: int):
+    return st.tuples(st.lists(st.integers(1, capacity), max_size=120), st.just(capacity))
+
+
+lengths_and_capacity = st.integers(1, 300).flatmap(with_lengths)
+# Bitmaps of lengths have one level more at each of these.
+lengths_and_any_capacity = st.one_of(
+    lengths_and_capacity, st.sampled_from([4095, 4096, 262_143, 262_144]).flatmap(with_lengths)
 )
 limits = st.none() | st.integers(1, 6)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@given(case=lengths_and_capacity, limit=limits, seed=st.integers(0, 2**64 - 1))
+@given(case=lengths_and_any_capacity, limit=limits, seed=st.integers(0, 2**64 - 1))
 def test_each_row_once_within_capacity_and_limit(method, case, limit, seed):
     lengths, capacity = case
     packing = pack(lengths, capacity, method=method, seed=seed, max_sequences_per_bin=limit)
@@ -51,7 +59,7 @@ def test_next_fit_is_the_textbook_one(case, limit):
     assert bins_of(packing) == oracles.next_fit(lengths, capacity, limit)
 
 
-@given(case=lengths_and_capacity, limit=limits)
+@given(case=lengths_and_any_capacity, limit=limits)
 def test_best_fit_decreasing_fills_like_the_textbook_one(case, limit):
     lengths, capacity = case
     packing = pack(lengths, capacity, method="best_fit_decreasing", max_sequences_per_bin=limit)
@@ -130,6 +138,9 @@ def test_the_same_bins_for_every_kind_of_integers(method):
         lengths.astype(np.uint16),
         strided,
         torch.from_numpy(lengths),
+        np.frombuffer(b"x" + lengths.astype(np.int32).tobytes(), np.uint8)[1:].view(
+            np.int32
+        ),  # at an odd address
     ]
     for kind in kinds:
         packing = pack(kind, 4096, method=method, seed=5)
@@ -139,15 +150,101 @@ def test_the_same_bins_for_every_kind_of_integers(method):
 
 def test_plans_are_the_same_on_every_platform():
     # Written down once; a change means that saved positions no longer fit.
-    lengths = [(7 * i * i + 3 * i) % 97 + 1 for i in range(500)]
-    sums = {
-        m: int(np.dot(pack(lengths, 128, method=m, seed=9).indices.astype(np.int64), np.arange(500)))
-        for m in METHODS
-    }
-    assert sums == EXPECTED_SUMS
+    short = [(7 * i * i + 3 * i) % 97 + 1 for i in range(500)]
+    sparse = [(7919 * i * i + 31 * i) % 70_001 + 1 for i in range(500)]
+    for lengths, capacity, expected in (short, 128, SHORT_SUMS), (sparse, 100_000, SPARSE_SUMS):
+        sums = {
+            m: int(np.dot(pack(lengths, capacity, method=m, seed=9).indices.astype(np.int64), np.arange(500)))
+            for m in METHODS
+        }
+        assert sums == expected
 
 
-EXPECTED_SUMS = {"auto": 30876752, "stream": 41120472, "best_fit_decreasing": 31369927, "next_fit": 41541750}
+SHORT_SUMS = {"auto": 30876752, "stream": 41120472, "best_fit_decreasing": 31369927, "next_fit": 41541750}
+SPARSE_SUMS = {"auto": 31136709, "stream": 41135427, "best_fit_decreasing": 30566906, "next_fit": 41541750}
+
+
+def test_a_packing_keeps_its_lengths_when_the_callers_change():
+    lengths = np.array([3, 4, 5], np.int32)
+    packing = pack(lengths, 8)
+    lengths[:] = 1
+    assert packing.lengths.tolist() == [3, 4, 5]
+    assert packing.num_tokens == 12
+
+
+@pytest.mark.parametrize("capacity", [500_000, multipack.packing.MAX_CAPACITY])
+def test_stream_finds_exact_fills_however_far_apart_the_lengths_are(capacity):
+    # Three neighbours fill a bin to the last token: the first leads, the others are the only pair that closes it.
+    rng = np.random.default_rng(7)
+    triples = rng.integers(1, capacity // 3, (300, 3))
+    triples[:, 2] = capacity - triples[:, 0] - triples[:, 1]
+    assert len(pack(triples.ravel(), capacity, method="stream")) == 300
+
+
+@pytest.mark.parametrize("method", ["auto", "stream", "best_fit_decreasing"])
+@pytest.mark.parametrize("share_of_long", [0.5, 0.1])
+def test_a_large_capacity_with_few_lengths_costs_no_more_time(method, share_of_long):
+    # One token or 0.6 of a bin: no gap ever closes, and the one token is a million empty places away.
+    is_long = np.random.default_rng(8).random(30_000) < share_of_long
+    seconds = []
+    for capacity in (4096, 1 << 22):
+        lengths = np.where(is_long, int(0.6 * capacity), 1)
+        start = time.process_time()
+        packing = pack(lengths, capacity, method=method)
+        seconds.append(time.process_time() - start)
+        assert len(packing) == is_long.sum()
+    assert seconds[1] < 1  # 0.1 are for the tables of that capacity; going through all places takes six
+
+
+def kernel_arrays(num_rows: int):
+    return np.ones(num_rows, np.int32), np.empty(num_rows + 1, np.int64), np.empty(num_rows, np.int32)
+
+
+@pytest.mark.parametrize("kernel", [_core.pack_auto, _core.stream, _core.best_fit_decreasing, _core.next_fit])
+def test_kernels_refuse_what_they_could_not_pack_safely(kernel):
+    lengths, offsets, indices = kernel_arrays(4)
+    bytes_of_8 = np.zeros(41, np.uint8)
+    for arguments, text in [
+        ((lengths, 2**31 - 1, 1, 0, offsets, indices), "capacity is 2147483647, outside 1..16777216"),
+        ((lengths, 0, 1, 0, offsets, indices), "capacity is 0, outside"),
+        ((lengths, 8, 0, 0, offsets, indices), "max_sequences is 0, outside"),
+        ((lengths, 8, 1, 0, offsets[:-1], indices), "too short"),
+        ((lengths, 8, 1, 0, offsets, indices[:-1]), "too short"),
+        ((lengths, 8, 1, 0, offsets, lengths), "must not share memory"),
+        ((offsets.view(np.int32)[:4], 8, 1, 0, offsets, indices), "must not share memory"),
+        ((lengths, 8, 1, 0, offsets, offsets[3:].view(np.int32)), "must not share memory"),
+        ((lengths, 8, 1, 0, bytes_of_8[1:].view(np.int64), indices), "multiple of its element's size"),
+        ((lengths - 1, 8, 1, 0, offsets, indices), "row 0 has length 0, outside 1..8"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            kernel(*arguments)
+
+
+@pytest.mark.parametrize("function", [_core.lower_bound, _core.best_fit_decreasing_bins])
+def test_histograms_that_64_bits_cannot_count_are_refused(function):
+    counts = np.zeros(9, np.int64)
+    counts[8] = 2**63 // 8 - 1
+    assert function(counts, 8, 2**63 - 1) == 2**63 // 8 - 1  # 2^63 - 8 tokens
+    for length, count in (8, 1), (7, 2), (3, -1):
+        with pytest.raises(ValueError, match="counts must not be negative, nor stand for 2\\^63 tokens"):
+            function(counts + count * (np.arange(9) == length), 8, 2**63 - 1)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "block", "start", "count"),
+    [(-10, 1, 2**63 - 1, 3), (2**62 + 1, 1, 0, 3), (9, 0, 0, 3), (9, 1, -1, 3), (9, 2, 1, 3), (9, 1, 7, 3)],
+)
+def test_windows_outside_the_rows_are_refused(num_rows, block, start, count):
+    with pytest.raises(ValueError, match="window outside the rows"):
+        _core.permuted_rows(num_rows, block, 0, start, np.empty(count, np.int64))
+
+
+def test_the_largest_permutation_stays_inside_its_rows():
+    rows = np.empty(100, np.int64)
+    _core.permuted_rows(2**62, 1, 0, 2**62 - 100, rows)
+    assert len(set(rows.tolist())) == 100
+    assert rows.min() >= 0
+    assert rows.max() < 2**62
 
 
 def test_nothing_to_pack():

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import multipack
-from multipack import PackedCollator
+from multipack import PackedCollator, _core
 from multipack.dataset import TokenDataset
 from multipack.stream import StreamPacker
 
@@ -315,6 +315,45 @@ def test_rows_without_the_column_are_named():
         TypeError, match=r"row 0 of the stream has no list of tokens in column 'input_ids', only \['text'\]"
     ):
         list(StreamPacker([{"text": "hello"}], CAPACITY))
+
+
+def pool_state(arrivals, lengths, next_arrival=9, search_budget=0):
+    return _core.StreamPoolState(
+        list(range(len(arrivals))), arrivals, lengths, next_arrival, search_budget, 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        (dict(arrivals=[0, 1], lengths=[1]), "does not fit"),
+        (dict(arrivals=[0], lengths=[0]), "does not fit"),
+        (dict(arrivals=[0], lengths=[11]), "does not fit"),
+        (dict(arrivals=[0, 1, 2, 3], lengths=[1] * 4), "does not fit"),
+        (dict(arrivals=[-1], lengths=[1]), "no pool can have"),
+        (dict(arrivals=[2, 1], lengths=[1, 1]), "no pool can have"),
+        (dict(arrivals=[10], lengths=[1]), "no pool can have"),
+        (dict(arrivals=[0], lengths=[1], next_arrival=2**63 - 1), "no pool can have"),
+        (dict(arrivals=[0], lengths=[1], search_budget=-(2**63)), "no pool can have"),
+        (dict(arrivals=[0], lengths=[1], search_budget=2**63 - 1), "no pool can have"),
+    ],
+)
+def test_a_corrupt_state_of_a_pool_is_refused(state, text):
+    pool = _core.StreamPool(10, 3, 10, 0)
+    with pytest.raises(ValueError, match=text):
+        pool.restore(pool_state(**state))
+    pool.restore(pool_state([0, 1, 1], [1, 10, 3]))
+    assert len(pool) == 3
+    with pytest.raises(ValueError, match="does not fit"):
+        pool.restore(pool_state([], []))  # it is not empty any more
+
+
+@pytest.mark.parametrize(
+    "sizes", [(0, 3, 1), (2**24 + 1, 3, 1), (2**31 - 1, 3, 1), (10, 0, 1), (10, 2**24 + 1, 1), (10, 3, 0)]
+)
+def test_impossible_pools_are_refused(sizes):
+    with pytest.raises(ValueError, match="outside 1"):
+        _core.StreamPool(*sizes, 0)
 
 
 def test_states_of_other_streams_are_refused():
