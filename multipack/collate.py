@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from multipack import _core
+from multipack.arguments import check_choice, whole_number
 from multipack.columns import Columns, NumberColumn
 from multipack.dataset import Located, Selection, TokenDataset, read, read_scalars
 
@@ -55,6 +56,10 @@ class _Collator:
     """The first label of each sequence is `ignore_index`, because nothing of its own sequence predicts it."""
     return_indices: bool = False
     """Add `indices`: the row of the source of each sequence, int64 [num_sequences]."""
+
+    def __post_init__(self) -> None:
+        whole_number("pad_token_id", self.pad_token_id)
+        whole_number("ignore_index", self.ignore_index)
 
     def _batch(self, selection: Selection, located: Located, slots: _Slots) -> Batch:
         columns = selection.dataset.readers
@@ -152,18 +157,20 @@ class PackedCollator(_Collator):
     """Position of the first token of each sequence; RoBERTa-like models count from `padding_idx + 1`, mostly 2."""
 
     def __post_init__(self) -> None:
-        if self.layout not in ("flat", "rows"):
-            raise ValueError(f"layout is {self.layout!r}; it must be 'flat' or 'rows'")
+        check_choice("layout", self.layout, ("flat", "rows"))
         if self.capacity is None and (self.layout == "rows" or self.pad_to == "capacity"):
             raise ValueError("layout='rows' and pad_to='capacity' need the capacity of a bin in token slots")
         if self.layout == "rows" and self.pad_to is not None:
             raise ValueError(
                 f"pad_to={self.pad_to!r} is for layout='flat'; rows always have `capacity` slots"
             )
-        for name in ("capacity", "pad_to", "align_to"):
-            value = getattr(self, name)
-            if not (value is None or value == "capacity" or (isinstance(value, int) and value >= 1)):
-                raise ValueError(f"{name} is {value!r}; it must be at least 1")
+        super().__post_init__()
+        if self.capacity is not None:
+            whole_number("capacity", self.capacity, 1)
+        if self.pad_to not in (None, "capacity"):
+            whole_number("pad_to", self.pad_to, 1)
+        whole_number("align_to", self.align_to, 1)
+        whole_number("position_start", self.position_start)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Batch:
         """Collate a selection of a TokenDataset, or rows as dicts (same batch, slower)."""
@@ -234,10 +241,9 @@ class PaddedCollator(_Collator):
     """Row length is a multiple of this."""
 
     def __post_init__(self) -> None:
-        if self.padding_side not in ("right", "left"):
-            raise ValueError(f"padding_side is {self.padding_side!r}; it must be 'right' or 'left'")
-        if self.pad_to < 1:
-            raise ValueError(f"pad_to is {self.pad_to}; it must be at least 1")
+        super().__post_init__()
+        check_choice("padding_side", self.padding_side, ("right", "left"))
+        whole_number("pad_to", self.pad_to, 1)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Batch:
         """Collate a selection of a TokenDataset, or rows as dicts (same batch, slower)."""

@@ -10,7 +10,7 @@ import os
 
 import torch.distributed as dist
 
-from multipack.packing import whole_number
+from multipack.arguments import whole_number
 
 
 def rank_and_world_size(rank: int | None = None, num_replicas: int | None = None) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
-from multipack.packing import whole_number
+from multipack.arguments import whole_number
 from multipack.tail import BatchIndices
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from multipack.arguments import whole_number
 from multipack.batches import PlanBatches
 from multipack.epoch import STATE_VERSION, EpochSampler
-from multipack.packing import PackMethod, whole_number
+from multipack.packing import PackMethod
 from multipack.plan import EpochPlan
 from multipack.tail import BatchIndices
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
+
+from multipack.arguments import check_choice, whole_number
 
 Overlong = Literal["error", "truncate", "split", "drop"]
 
@@ -56,10 +58,8 @@ def apply_overlong(lengths: npt.NDArray[Any], max_length: int | None, overlong: 
     Raises:
         ValueError: a row is longer under "error", or an argument is out of range.
     """
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length is {max_length}; a sequence has at least 1 token")
-    if overlong not in ("error", "truncate", "split", "drop"):
-        raise ValueError(f"overlong is {overlong!r}; it must be 'error', 'truncate', 'split' or 'drop'")
+    max_length = None if max_length is None else whole_number("max_length", max_length, 1)
+    check_choice("overlong", overlong, get_args(Overlong))
     num_empty = len(lengths) - int(np.count_nonzero(lengths))
     long = np.zeros(0, np.int64) if max_length is None else np.flatnonzero(lengths > max_length)
     all_tokens = int(lengths.sum(dtype=np.int64))

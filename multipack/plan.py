@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack import _core
+from multipack.arguments import whole_number
 from multipack.packing import (
     PackMethod,
     as_lengths,
@@ -29,7 +30,6 @@ from multipack.packing import (
     checked_capacity,
     pack,
     sequence_limit,
-    whole_number,
 )
 
 WINDOW_BINS = 8192

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from multipack.accelerate_view import check_not_dealt_again
+from multipack.arguments import check_choice, whole_number
 from multipack.balance import BALANCE_MODES, BalanceMode, deal
 from multipack.batches import Batches, ListedBatches
 from multipack.distributed import check_rank_unchanged, rank_and_world_size
 from multipack.epoch import STATE_VERSION, EpochSampler
 from multipack.foreign import as_announced, check_foreign, order_follows_epoch
 from multipack.global_sampler import MultipackBatchSampler
-from multipack.packing import whole_number
 from multipack.tail import TAILS, BatchIndices, Tail, redeal
 
 __all__ = ["BatchIndices", "DistributedBatchSampler", "MultipackBatchSampler"]
@@ -60,8 +60,8 @@ class DistributedBatchSampler(EpochSampler):
         hidden_size: int = 4096,
     ) -> None:
         super().__init__()
-        _check_choice("tail", tail, TAILS)
-        _check_choice("balance", balance, BALANCE_MODES)
+        check_choice("tail", tail, TAILS)
+        check_choice("balance", balance, BALANCE_MODES)
         self._discovered = rank is None or num_replicas is None
         self.rank, self.num_replicas = rank_and_world_size(rank, num_replicas)
         self.batch_sampler = batch_sampler
@@ -300,8 +300,3 @@ class DistributedBatchSampler(EpochSampler):
             if total
             else f"{found}: there is nothing to train on. Check the data set and the batch size."
         )
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} {value!r} is none of {', '.join(map(repr, choices))}.")

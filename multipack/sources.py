@@ -206,7 +206,8 @@ def _numpy(value: Any) -> npt.NDArray[Any]:
         value = value.detach().cpu()
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     array: npt.NDArray[Any] = np.asarray(value)
-    return array
+    # Arrow has this machine's byte order only.
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _array_of_arrays(rows: list[npt.NDArray[Any]]) -> pa.Array:

@@ -17,10 +17,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from multipack import _core
 from multipack.agreement import Agreement
+from multipack.arguments import check_choice, whole_number
 from multipack.dataset import Selection, TokenDataset
 from multipack.distributed import rank_and_world_size
 from multipack.overlong import Overlong, apply_overlong
-from multipack.packing import checked_capacity, sequence_limit, whole_number
+from multipack.packing import checked_capacity, sequence_limit
 from multipack.stream_rows import Row, cut, flattened
 from multipack.tail import BatchIndices
 
@@ -82,12 +83,8 @@ class StreamPacker(IterableDataset[Selection]):
         tail: StreamTail = "pad",
         timeout: float = 600.0,
     ) -> None:
-        for name, choice, choices in (
-            ("overlong", overlong, get_args(Overlong)),
-            ("tail", tail, get_args(StreamTail)),
-        ):
-            if choice not in choices:
-                raise ValueError(f"{name} {choice!r} is none of {', '.join(map(repr, choices))}.")
+        check_choice("overlong", overlong, get_args(Overlong))
+        check_choice("tail", tail, get_args(StreamTail))
         self.rank, self.num_replicas = rank_and_world_size(rank, num_replicas)
         self._source = _split_by_rank(source, self.rank, self.num_replicas)
         self._takes_every_nth = self._source is source

@@ -398,18 +398,22 @@ def test_bins_above_the_capacity_are_an_error():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": "nested"}, "must be 'flat' or 'rows'"),
+        ({"layout": "nested"}, "layout 'nested' is none of 'flat', 'rows'"),
         ({"layout": "rows"}, "need the capacity"),
         ({"pad_to": "capacity"}, "need the capacity"),
         ({"layout": "rows", "capacity": 4, "pad_to": 8}, "rows always have"),
         ({"pad_to": 0}, "pad_to is 0"),
         ({"capacity": 0}, "capacity is 0"),
         ({"align_to": 0}, "align_to is 0"),
-        ({"pad_to": "longest"}, "pad_to is 'longest'"),
+        ({"pad_to": "longest"}, "pad_to must be a whole number, not 'longest'"),
+        ({"pad_to": 2.5}, "pad_to must be a whole number"),
+        ({"pad_token_id": None}, "pad_token_id must be a whole number, not None"),
+        ({"ignore_index": 0.5}, "ignore_index must be a whole number"),
+        ({"position_start": None}, "position_start must be a whole number"),
     ],
 )
 def test_options_that_make_no_sense(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         PackedCollator(**options)
 
 
@@ -450,11 +454,26 @@ def test_padded_and_packed_batches_have_the_same_targets(data, rows, side):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"padding_side": "both"}, "'right' or 'left'"), ({"pad_to": 0}, "pad_to is 0")]
+    ("options", "message"),
+    [
+        ({"padding_side": "both"}, "padding_side 'both' is none of 'right', 'left'"),
+        ({"pad_to": 0}, "pad_to is 0"),
+        ({"pad_to": 2.5}, "pad_to must be a whole number"),
+        ({"pad_token_id": None}, "pad_token_id must be a whole number, not None"),
+    ],
 )
 def test_padded_options_that_make_no_sense(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         PaddedCollator(**options)
+
+
+@pytest.mark.parametrize("options", [{"pad_to": 8}, {"pad_to": "capacity"}, {"layout": "rows"}])
+def test_numbers_of_numpy_are_those_of_python(options):
+    ours = {name: np.int64(value) if isinstance(value, int) else value for name, value in options.items()}
+    got = collate(PackedCollator(capacity=np.int64(5), pad_token_id=np.int32(7), **ours), ids_of(2, 3))
+    expected = collate(PackedCollator(capacity=5, pad_token_id=7, **options), ids_of(2, 3))
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(torch.as_tensor(got[name]), torch.as_tensor(expected[name])) for name in got)
 
 
 # In torch's loader.

@@ -458,7 +458,9 @@ def test_split_keeps_every_token_in_order(lengths, max_length):
 def test_bounds_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="max_length is 0"):
         TokenDataset(ROWS, max_length=0)
-    with pytest.raises(ValueError, match="overlong is 'cut'"):
+    with pytest.raises(TypeError, match=r"max_length must be a whole number, not 1\.5"):
+        TokenDataset(ROWS, max_length=1.5, overlong="split")
+    with pytest.raises(ValueError, match="overlong 'cut' is none of 'error'"):
         TokenDataset(ROWS, max_length=2, overlong="cut")
 
 
@@ -500,6 +502,14 @@ def test_a_selection_keeps_what_a_sampler_noted_on_its_batch():
     assert (selection.bin_offsets, selection.repeated) == ((0, 1, 2), True)
     copy = pickle.loads(pickle.dumps(selection))
     assert (copy.ids.tolist(), copy.bin_offsets, copy.repeated) == ([1, 2], (0, 1, 2), True)
+
+
+def test_arrays_of_the_other_byte_order_keep_their_values():
+    for order in "<>":
+        values = np.arange(10, dtype=f"{order}i4")
+        dataset = TokenDataset((values, np.array([0, 3, 10])))
+        assert dataset[1]["input_ids"].tolist() == [3, 4, 5, 6, 7, 8, 9]
+        assert TokenDataset([values])[0]["input_ids"].tolist() == list(range(10))
 
 
 def test_memory_mapped_data_do_not_travel_in_the_pickle(tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from loader_cases import WAYS, Rows, keys, packed, take, token_rows
@@ -83,6 +85,19 @@ def test_packed_dataloader_hands_every_argument_to_its_part() -> None:
     assert sampler.batch_sampler.plan.seed == 3
     assert (loader.num_workers, loader.prefetch_batches, loader.timeout) == (2, 5, 30)
     assert loader.stats.queue_depth == 5
+
+
+def test_numbers_of_numpy_are_those_of_python() -> None:
+    rows = [[1, 2], [2, 3], [4]]
+    options: dict[str, Any] = {
+        "pad_to": "capacity",
+        "rank": np.int64(0),
+        "num_replicas": np.int64(1),
+        "seed": np.int64(3),
+    }
+    loader = packed_dataloader(rows, np.int64(4), **options)
+    assert keys(loader) == keys(packed_dataloader(rows, 4, pad_to="capacity", seed=3))
+    json.dumps(loader.state_dict())
 
 
 def test_packed_dataloader_takes_a_token_dataset_as_it_is() -> None:
