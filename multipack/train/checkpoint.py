@@ -8,6 +8,7 @@ renamed when it is whole, so whatever has the name is complete. Nothing in it is
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,9 +24,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+logger = logging.getLogger(__name__)
+
 STATE_FILE = "state.json"
 VERSION = 1
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-\d+")
 _BLOCK_BYTES = 1 << 22
 
 
@@ -60,6 +63,17 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of the highest step in `folder`; None if there is none."""
     found = _checkpoints(folder)
     return found[-1] if found else None
+
+
+def set_later_aside(folder: Path, step: int) -> None:
+    """Rename checkpoints of a later step than `step` to `checkpoint-STEP.undone`, all ranks together.
+
+    They are of an attempt that this run does not go on from, and would be taken for its own. Those that were set aside before go.
+    """
+    for path in _on_rank_0(lambda: _set_aside(folder, step)):
+        logger.warning(
+            "%s is of an attempt that this run does not go on from: renamed to %s.undone", path, path.name
+        )
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -185,8 +199,21 @@ def _checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in a folder, oldest first."""
     if not folder.is_dir():
         return []
-    steps = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps)]
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def _set_aside(folder: Path, step: int) -> list[Path]:
+    later = [path for path in _checkpoints(folder) if _step_of(path) > step]
+    if later:
+        for older in folder.glob("checkpoint-*.undone"):
+            shutil.rmtree(older)
+    for path in later:
+        path.rename(path.with_name(path.name + ".undone"))
+    return later
 
 
 def _delete_old(folder: Path, keep: int) -> None:

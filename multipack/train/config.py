@@ -190,7 +190,7 @@ class TrainConfig:
     logging_steps: int = 1
     """Steps between two lines of metrics."""
     eval_steps: int | float | None = None
-    """Steps between two validations, or a share of the run below 1. None: after every epoch. Needs `val_set_size`."""
+    """Steps between two validations, or a share of the run below 1. None: after every epoch and at the end. Needs `val_set_size`."""
     save_steps: int | float | None = None
     """Steps between two checkpoints, or a share of the run below 1. None: at the end."""
     save_total_limit: int = 2

@@ -27,15 +27,20 @@ def model_config(config: TrainConfig, vocabulary: int) -> PretrainedConfig:
         vocabulary: tokens of the tokenizer; a small Llama is made for so many.
 
     Raises:
-        ValueError: rows can be longer than the model's positions, or the tokenizer has more tokens than the model has embeddings.
+        ValueError: no such model, rows can be longer than the model's positions, or the tokenizer has more tokens than the model has embeddings.
     """
     overrides = config.overrides_of_model_config
     if config.base_model is None:
         found: PretrainedConfig = LlamaConfig(**_small_llama(vocabulary, config.sequence_len) | overrides)
     else:
-        found = AutoConfig.from_pretrained(
-            config.base_model, trust_remote_code=config.trust_remote_code, **overrides
-        )
+        try:
+            found = AutoConfig.from_pretrained(
+                config.base_model, trust_remote_code=config.trust_remote_code, **overrides
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"base_model {config.base_model} cannot be loaded; give a folder, or a name on the hub. {error}"
+            ) from error
     limit = getattr(found, "max_position_embeddings", None)
     if limit is not None and config.sequence_len > limit:
         raise ValueError(
@@ -63,8 +68,8 @@ def build_model(config: TrainConfig, of: PretrainedConfig, *, bf16: bool) -> Any
     """
     attention = ATTENTION if config.sample_packing else "sdpa"
     frozen = torch.bfloat16 if bf16 and config.adapter else torch.float32
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
         if config.base_model is None:
             model = transformers.AutoModelForCausalLM.from_config(
                 of, attn_implementation=attention, dtype=frozen

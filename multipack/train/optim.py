@@ -76,6 +76,18 @@ def learning_rate_schedule(
     return LambdaLR(optimizer, factor)
 
 
+def go_to_step(schedule: LambdaLR, step: int) -> None:
+    """Put a schedule where it is after `step` optimizer steps.
+
+    The rates are those of this run's keys: a saved schedule would bring the old learning rate back, also where a run that
+    diverged is resumed with a lower one.
+    """
+    rates = [rate * factor(step) for rate, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    schedule.load_state_dict(schedule.state_dict() | {"last_epoch": step, "_last_lr": rates})
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 _SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "constant_with_warmup": lambda done: 1.0,

@@ -20,7 +20,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from multipack.distributed import rank_and_world_size
-from multipack.train.checkpoint import newest_checkpoint
+from multipack.train.checkpoint import newest_checkpoint, set_later_aside
 from multipack.train.engine import EngineOptions
 from multipack.train.export import export_model
 from multipack.train.ppo_config import PPOConfig, load_ppo_config
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     transformers.utils.logging.disable_progress_bar()  # there is one bar, the run's
     try:
         run = plan_run(load_ppo_config(argv))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"ppo: {error}") from error
     with process_group(run.config.ddp_timeout) as device:
         train(run, device)
@@ -98,20 +98,23 @@ def train(run: Run, device: torch.device) -> PPOTrainer:
         The trainer as the run left it. It must be gone before the process group is.
 
     Raises:
-        ValueError: the checkpoint does not fit, or nothing is left to train.
+        ValueError: the checkpoint or the supervised mix does not fit.
+        FloatingPointError: a loss or a gradient is not finite; on every rank.
         RuntimeError: generation, the reward or a check failed on some rank; every rank raises.
     """
     config, task = run.config, run.task
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    ptx = _ptx(config, device)
     model = build_actor_critic(config, run.model_config, bf16=run.options.bf16)
-    trainer = PPOTrainer(model, task, config, run.sizes, run.options, device, _ptx(config, device))
+    trainer = PPOTrainer(model, task, config, run.sizes, run.options, device, ptx)
     if run.checkpoint is not None:
         trainer.load(run.checkpoint)
-        if trainer.iteration >= run.num_iterations:
+        if trainer.iteration > run.num_iterations:
             raise ValueError(
-                f"{run.checkpoint} is at iteration {trainer.iteration} of {run.num_iterations}: nothing would be trained. "
-                f"Raise num_episodes ({config.num_episodes}), or leave resume_from_checkpoint out."
+                f"{run.checkpoint} is at iteration {trainer.iteration}, beyond the {run.num_iterations} of num_episodes {config.num_episodes}: "
+                "no iteration can be taken back. Raise num_episodes, or resume from an earlier checkpoint."
             )
+    set_later_aside(Path(config.output_dir), trainer.iteration)
     prompts = deal_prompts(
         run.sizes,
         len(task.prompts),
@@ -139,7 +142,7 @@ def ppo_sizes(config: PPOConfig, num_replicas: int) -> PPOSizes:
 
 
 def _run_iterations(trainer: PPOTrainer, prompts: Iterator[list[list[int]]], run: Run) -> None:
-    """Run what is left."""
+    """Run what is left, which is nothing where a run was ended between its last checkpoint and its export."""
     config, total = run.config, run.num_iterations
     every = config.save_iterations or total
     with contextlib.ExitStack() as stack:
@@ -147,6 +150,10 @@ def _run_iterations(trainer: PPOTrainer, prompts: Iterator[list[list[int]]], run
         report = None
         if dist.get_rank() == 0:
             report = stack.enter_context(PPOReport(config.output_dir, total=total, done=trainer.iteration))
+            if trainer.iteration == total:
+                report.message(
+                    f"{run.checkpoint} is at iteration {total} of {total}: nothing is left to train. More: raise num_episodes."
+                )
         for prompt_rows in prompts:
             metrics = trainer.run_iteration(prompt_rows)
             if report is not None:

@@ -274,6 +274,10 @@ def _check_ptx(config: PPOConfig) -> None:
         raise ValueError(
             f"ptx_coef is {config.ptx_coef} and ptx_data is {config.ptx_data}: the mix needs a weight and data."
         )
+    if config.ptx_bins_per_step and config.ptx_data is None:
+        raise ValueError(
+            f"ptx_bins_per_step is {config.ptx_bins_per_step} but ptx_data is not set, so there is nothing to mix in. Set ptx_data."
+        )
     if config.ptx_data is not None and config.task == "class_tokens":
         raise ValueError(
             "ptx_data is text, which task class_tokens has no tokenizer for: choose another task."

@@ -44,8 +44,8 @@ def build_actor_critic(config: PPOConfig, of: PretrainedConfig, *, bf16: bool) -
     # Copied before training, and neither is touched by it: the reference stays the policy the run began with.
     reference = copy.deepcopy(actor) if config.adapter is None else None
     critic = copy.deepcopy(_trunk(actor)) if config.critic == "separate" else None
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
         model = ActorCritic(actor, critic=critic, reference=reference, temperature=config.temperature)
     switch_dropout_off(model)
     return model.train()

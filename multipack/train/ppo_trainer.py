@@ -24,7 +24,7 @@ from multipack.train.engine import EngineOptions, build_engine
 from multipack.train.experience import Experience, learn_from
 from multipack.train.kl import KLController
 from multipack.train.metrics import flops_per_token
-from multipack.train.optim import learning_rate_schedule
+from multipack.train.optim import go_to_step, learning_rate_schedule
 from multipack.train.phases import Phases
 from multipack.train.ppo_config import PPOConfig
 from multipack.train.ppo_sizes import PPOSizes, buffer_sizes
@@ -92,9 +92,13 @@ class PPOTrainer:
             "reference_logprobs",
         ):  # forwards like any other, where parameters are sharded
             register_fsdp_forward_method(self.engine.module, method)
-        steps = sum(sizes.steps_over(n) for n in buffer_sizes(sizes, len(task.prompts), config.num_episodes))
+        buffers = buffer_sizes(sizes, len(task.prompts), config.num_episodes)
+        self._steps_of_iterations = [sizes.steps_over(size) for size in buffers]
         self._schedule = learning_rate_schedule(
-            config.lr_scheduler, self.engine.optimizer, warmup_steps=config.warmup_steps, num_steps=steps
+            config.lr_scheduler,
+            self.engine.optimizer,
+            warmup_steps=config.warmup_steps,
+            num_steps=sum(self._steps_of_iterations),
         )
         self._update = UpdatePhase(
             self.engine,
@@ -144,7 +148,6 @@ class PPOTrainer:
             "iteration": self.iteration,
             "collect_step": self.collect_step,
             "kl_coef": self.kl.coefficient,
-            "schedule": self._schedule.state_dict(),
             "ptx": None if self._ptx is None else self._ptx.state_dict(),
         }
         folder, keep = Path(self._config.output_dir), self._config.save_total_limit
@@ -174,9 +177,7 @@ class PPOTrainer:
         self.engine.loaded()
         self.iteration, self.collect_step = state["iteration"], state["collect_step"]
         self.kl.coefficient = state["kl_coef"]
-        self._schedule.load_state_dict(state["schedule"])
-        for group, rate in zip(self.engine.optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
-            group["lr"] = rate
+        go_to_step(self._schedule, sum(self._steps_of_iterations[: self.iteration]))
         if self._ptx is not None:
             self._ptx.load_state_dict(state["ptx"])
 

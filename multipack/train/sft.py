@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from multipack.train.checkpoint import (
     newest_checkpoint,
     read_state,
     save_checkpoint,
+    set_later_aside,
 )
 from multipack.train.config import TrainConfig, every_steps, load_config
 from multipack.train.engine import Engine, EngineOptions, build_engine
@@ -39,7 +41,7 @@ from multipack.train.export import export_model
 from multipack.train.loop import Stepper
 from multipack.train.metrics import StepMetrics, flops_per_token, peak_flops
 from multipack.train.model import build_model, model_config
-from multipack.train.optim import OptimizerSpec, learning_rate_schedule
+from multipack.train.optim import OptimizerSpec, go_to_step, learning_rate_schedule
 from multipack.train.prepare import PreparedData, prepare_data
 from multipack.train.process import process_group
 from multipack.train.report import RunReport
@@ -70,14 +72,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if config.prepare_only:
             print(data, flush=True)
             return
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"sft: {error}") from error
     with process_group(config.ddp_timeout) as device:
         try:
             run = plan_run(config, data, device)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise SystemExit(f"sft: {error}") from error
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             train(run, options)
 
 
@@ -97,7 +99,7 @@ class Run:
     first_step: int
     """Optimizer steps done before."""
     num_steps: int
-    """Optimizer steps of the run, those included."""
+    """Optimizer steps of the run, those included. Equal to `first_step`: only the model is left to export."""
 
     @property
     def folder(self) -> Path:
@@ -136,7 +138,7 @@ def plan_run(config: TrainConfig, data: PreparedData, device: torch.device) -> R
     """Find out everything that can be known before the model is loaded. All ranks together.
 
     Raises:
-        ValueError: nothing would be trained, or the model, the data or the checkpoint does not fit; with numbers and remedy.
+        ValueError: no rank would train, or the model, the data or the checkpoint does not fit; with numbers and remedy.
     """
     checkpoint = _checkpoint_of(config)
     state = read_state(checkpoint) if checkpoint is not None else {}
@@ -147,15 +149,19 @@ def plan_run(config: TrainConfig, data: PreparedData, device: torch.device) -> R
     assert isinstance(sampler, DistributedBatchSampler)
     steps_of_epochs = epoch_steps(sampler, config)
     if checkpoint is not None:
+        if "sampler" not in state:
+            raise ValueError(
+                f"{checkpoint} is of no supervised run. Resume it with the command that wrote it."
+            )
         sampler.load_state_dict(state["sampler"])
     first_step: int = state.get("step", 0)
     num_steps = first_step + steps_left(sampler, steps_of_epochs, config)
     if config.max_steps is not None:
         num_steps = min(num_steps, config.max_steps)
-    if num_steps <= first_step:
+    if num_steps < first_step:
         raise ValueError(
-            f"{checkpoint} is at step {first_step} of {num_steps}: nothing would be trained. Raise num_epochs ({config.num_epochs}) or "
-            f"max_steps ({config.max_steps}), or leave resume_from_checkpoint out."
+            f"{checkpoint} is at step {first_step}, beyond max_steps {config.max_steps}: no step can be taken back. Raise max_steps, or "
+            "resume from an earlier checkpoint."
         )
     if config.warmup_steps > num_steps:
         raise ValueError(
@@ -192,6 +198,7 @@ def train(run: Run, options: EngineOptions) -> None:
     )
     _seed_dropout(config.seed, run.device)
     _restore(run, engine, schedule)
+    set_later_aside(run.folder, run.first_step)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopOnSigterm())
         report = stack.enter_context(_report(run, cost)) if dist.get_rank() == 0 else None
@@ -204,15 +211,20 @@ def train(run: Run, options: EngineOptions) -> None:
                 report.step(metrics)
 
         stepper = Stepper(engine, schedule, first_step=run.first_step, report=note, stop=stop)
-        for window in windows(run.loader, config):
+        if report is not None and run.first_step == run.num_steps:
+            report.message(
+                f"{run.checkpoint} is at step {run.first_step} of {run.num_steps}: nothing is left to train, the model is exported. "
+                "More steps: raise num_epochs or max_steps."
+            )
+        for window in islice(windows(run.loader, config), run.num_steps - run.first_step):
             stepper.take(window)
             if rows is not None:
                 rows.write(stepper.step, window.batches)
-            _after_step(run, stepper, window, engine, schedule, report)
-            if stepper.stopping or stepper.step == run.num_steps:
+            _after_step(run, stepper, window, engine, report)
+            if stepper.stopping:
                 break
         stepper.flush()
-        saved = _save(run, stepper.step, engine, schedule)
+        saved = _save(run, stepper.step, engine)
         if stepper.step == run.num_steps:
             export_model(engine, run.data.tokenizer, run.folder / "model")
         elif report is not None:
@@ -244,13 +256,11 @@ def _report(run: Run, flops_of_a_token: float) -> RunReport:
     )
 
 
-def _after_step(
-    run: Run, stepper: Stepper, window: Window, engine: Engine, schedule: LambdaLR, report: RunReport | None
-) -> None:
+def _after_step(run: Run, stepper: Stepper, window: Window, engine: Engine, report: RunReport | None) -> None:
     """Validate and save where the step is one for it."""
     config, step = run.config, stepper.step
     if run.validation is not None and _due(
-        config.eval_steps, step, run.num_steps, otherwise=window.ends_epoch
+        config.eval_steps, step, run.num_steps, otherwise=window.ends_epoch or step == run.num_steps
     ):
         stepper.flush()
         found = evaluate(engine, run.validation)
@@ -258,21 +268,20 @@ def _after_step(
             report.evaluation(step, *found)
     if _due(config.save_steps, step, run.num_steps, otherwise=False):
         stepper.flush()
-        _save(run, step, engine, schedule)
+        _save(run, step, engine)
 
 
 def _due(interval: float | None, step: int, num_steps: int, *, otherwise: bool) -> bool:
     return otherwise if interval is None else step % every_steps(interval, num_steps) == 0
 
 
-def _save(run: Run, step: int, engine: Engine, schedule: LambdaLR) -> Path:
+def _save(run: Run, step: int, engine: Engine) -> Path:
     """Everything the run needs to go on as if it had never stopped."""
     sampler = run.loader.batch_sampler
     assert isinstance(sampler, DistributedBatchSampler)
     tensors = engine.state_tensors() | _random_states(run.device)
     state = {
         "sampler": sampler.state_dict(),
-        "schedule": schedule.state_dict(),
         "world_size": dist.get_world_size(),
     }
     saved = save_checkpoint(run.folder, step, tensors, state, keep=run.config.save_total_limit)
@@ -285,9 +294,7 @@ def _restore(run: Run, engine: Engine, schedule: LambdaLR) -> None:
         return
     load_tensors(run.checkpoint, engine.state_tensors())
     engine.loaded()
-    schedule.load_state_dict(run.state["schedule"])
-    for group, rate in zip(engine.optimizer.param_groups, schedule.get_last_lr(), strict=True):
-        group["lr"] = rate
+    go_to_step(schedule, run.first_step)
     random_states = _random_states(run.device)
     if run.state["world_size"] == dist.get_world_size() and all(
         has_tensor(run.checkpoint, name) for name in random_states

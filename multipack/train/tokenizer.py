@@ -20,7 +20,7 @@ def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
     `special_tokens` that are new get new ids, so the model's embedding must have `len(tokenizer)` rows or more.
 
     Raises:
-        ValueError: transformers has no class `tokenizer_type`.
+        ValueError: transformers has no class `tokenizer_type`, or there is no such tokenizer.
     """
     name = config.tokenizer or config.base_model
     if name is None:
@@ -32,7 +32,12 @@ def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
                 f"tokenizer_type is {config.tokenizer_type}, which transformers {transformers.__version__} does not have. "
                 "AutoTokenizer finds the class by itself."
             )
-        tokenizer = loader.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        try:
+            tokenizer = loader.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the tokenizer {name} cannot be loaded; give a folder, or a name on the hub. {error}"
+            ) from error
     if config.special_tokens:
         tokenizer.add_special_tokens(dict(config.special_tokens))
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:

@@ -6,6 +6,7 @@ the whole step, which all ranks know from the plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,12 +96,14 @@ class UpdatePhase:
 
         Raises:
             RuntimeError: the first micro-batch gives its actions other probabilities than scoring did, by the same weights.
+            FloatingPointError: a loss or a gradient is not finite; on every rank, before anything is saved.
         """
         lengths, action_lengths = experience.rollouts.lengths, experience.rollouts.response_lengths
         plans = [self._plan(lengths, rows) for rows in step_rows]
         batches = self._batches(experience, plans, phases)
         means: list[Tensor] = []
         norms: list[Tensor] = []
+        learning_rate = 0.0
         for plan, rows in zip(plans, step_rows, strict=True):
             # Every rank knows the action tokens of the step, so none has to ask. 1 where all responses are empty.
             num_actions = max(1, int(action_lengths[rows].sum()))
@@ -108,17 +111,24 @@ class UpdatePhase:
             sums = self._add_gradients(plan, batches, num_actions, phases, check_ratio=not means)
             with phases("update"):
                 norms.append(self._engine.step())
+                learning_rate = float(self._schedule.get_last_lr()[0])
                 self._schedule.step()
             means.append(torch.stack([*(sums / num_actions), ptx_loss]))
         with phases("update"):
             losses = torch.stack(means).sum(0).double().cpu()
             dist.all_reduce(losses)
         *shared, ptx_sum = (losses / len(plans)).tolist()
+        grad_norm = float(torch.stack(norms).max())
+        if not all(map(math.isfinite, (*shared, ptx_sum, grad_norm))):
+            raise FloatingPointError(
+                f"losses {dict(zip(_SUMS, shared, strict=True))}, ptx_loss {ptx_sum}, gradient norm {grad_norm}, at a learning rate of "
+                f"{learning_rate:g}. The policy is lost from here on: resume from a checkpoint with a lower learning_rate."
+            )
         return UpdateResult(
             **dict(zip(_SUMS, shared, strict=True)),
             ptx_loss=ptx_sum if self._ptx is not None else float("nan"),
-            grad_norm=float(torch.stack(norms).max()),
-            learning_rate=float(self._schedule.get_last_lr()[0]),
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
             num_optimizer_steps=len(plans),
             num_micro_steps=sum(map(len, plans)),
             num_sequences=sum(map(len, step_rows)),

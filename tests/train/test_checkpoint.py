@@ -17,6 +17,7 @@ from multipack.train.checkpoint import (
     newest_checkpoint,
     read_state,
     save_checkpoint,
+    set_later_aside,
 )
 from multipack.train.process import process_group
 
@@ -84,7 +85,34 @@ def test_the_newest_are_kept(tmp_path):
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-30"
 
 
+def test_checkpoints_of_an_attempt_that_is_undone_are_not_taken_for_the_runs_own(tmp_path, caplog):
+    for step in (10, 20, 30):
+        save_checkpoint(tmp_path, step, tensors(1.0), {}, keep=9)
+    set_later_aside(tmp_path, 20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-10",
+        "checkpoint-20",
+        "checkpoint-30.undone",
+    ]
+    assert "checkpoint-30 is of an attempt that this run does not go on from" in caplog.text
+    set_later_aside(tmp_path, 20)  # nothing is later now: what was set aside stays
+    assert (tmp_path / "checkpoint-30.undone").exists()
+
+    # The next run starts anew: all are set aside, and its own first checkpoint is the newest and is kept.
+    set_later_aside(tmp_path, 0)
+    path = save_checkpoint(tmp_path, 10, tensors(2.0), {}, keep=1)
+    found = tensors(0.0)
+    load_tensors(path, found)
+    assert found["optimizer.weight.step"] == 2.0
+    assert newest_checkpoint(tmp_path) == path
+    assert sorted(path.name for path in tmp_path.glob("*.undone")) == [
+        "checkpoint-10.undone",
+        "checkpoint-20.undone",
+    ]
+
+
 def test_no_checkpoint_is_no_error(tmp_path):
+    set_later_aside(tmp_path / "missing", 0)
     assert newest_checkpoint(tmp_path) is None
     assert newest_checkpoint(tmp_path / "missing") is None
 

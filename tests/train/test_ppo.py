@@ -152,15 +152,52 @@ def test_checkpoint_of_another_run_is_refused(alone, tmp_path):
         train(plan_run(other), alone)
 
 
-def test_finished_run_has_nothing_to_resume(alone, tmp_path):
+def test_finished_run_has_nothing_to_resume(alone, tmp_path, capsys):
     config = PPOConfig(**{**BASE, "num_prompts": 8}, output_dir=str(tmp_path))
     train(plan_run(config), alone)
     again = replace(config, resume_from_checkpoint="last")
-    with pytest.raises(ValueError, match="at iteration 1 of 1: nothing would be trained"):
-        train(plan_run(again), alone)
+    assert train(plan_run(again), alone).iteration == 1
+    assert "at iteration 1 of 1: nothing is left to train" in capsys.readouterr().out
     # More episodes go on.
     longer = replace(again, num_episodes=2)
     assert train(plan_run(longer), alone).iteration == 2
+    with pytest.raises(ValueError, match="at iteration 2, beyond the 1 of num_episodes 1"):
+        train(plan_run(again), alone)
+
+
+def test_a_new_run_does_not_mistake_earlier_checkpoints_for_its_own(alone, tmp_path):
+    config = PPOConfig(**{**BASE, "num_prompts": 16}, output_dir=str(tmp_path))
+    train(plan_run(config), alone)
+    train(plan_run(replace(config, num_prompts=8)), alone)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-2.undone",
+    ]
+
+
+def test_a_prompt_file_that_is_missing_ends_the_run_with_its_name(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    keys = {
+        "task": "prompts",
+        "prompts": tmp_path / "none.jsonl",
+        "tokenizer": tmp_path / "tokenizer",
+        "reward": "json:dumps",
+    }
+    with pytest.raises(SystemExit, match=r"ppo: .*none\.jsonl"):
+        ppo.main([f"--{key}={value}" for key, value in keys.items()])
+
+
+def test_weights_that_are_lost_end_the_run_before_they_are_saved(alone, tmp_path):
+    config = PPOConfig(
+        **BASE | {"num_update_steps": 2},
+        optimizer="sgd",
+        learning_rate=1e30,
+        max_grad_norm=0,
+        output_dir=str(tmp_path),
+    )
+    with pytest.raises(FloatingPointError, match=r"at a learning rate of 1e\+30.*resume from a checkpoint"):
+        train(plan_run(config), alone)
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_reward_rises_on_the_class_token_task(alone, tmp_path):

@@ -30,6 +30,7 @@ from multipack.train.ppo_config import PPOConfig, load_ppo_config
         ({"reward": "a:b"}, "has a reward of its own but reward is set"),
         ({"base_model": "m"}, "token ids of its own"),
         ({"ptx_coef": 0.5}, "needs a weight and data"),
+        ({"ptx_bins_per_step": 2}, "ptx_data is not set, so there is nothing to mix in"),
         ({"ptx_coef": 0.5, "ptx_data": "rows.jsonl"}, "ptx_data is text"),
         ({"offload": True}, "offload is true with zero_stage 0"),
         ({"adapter": "lora"}, "lora_target_linear"),

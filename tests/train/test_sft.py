@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ import psutil
 import pytest
 import torch
 from helpers import SHARED
+from safetensors.torch import load_file
 from tiny_llama import sequence_losses
 from train.ranks import environment, run_ranks, torchrun
 from transformers import (
@@ -28,6 +30,8 @@ from transformers import (
 
 from multipack.train import sft
 from multipack.train.builtin_data import byte_tokenizer
+from multipack.train.checkpoint import save_checkpoint
+from multipack.train.process import process_group
 from multipack.train.report import RunReport
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -244,6 +248,28 @@ def test_padded_batches_train_on_the_same_tokens(keys, tmp_path):
     assert 0.05 < 1 - sum(line["num_tokens"] for line in lines) / slots < 0.6
 
 
+def test_all_rows_in_one_step_have_one_loss_and_one_gradient_however_they_are_batched(keys, tmp_path):
+    # Alpaca rows: prompts have no label, so what counts differs from row to row and from micro-batch to micro-batch.
+    rows = [{"instruction": "ab" * (i % 5), "output": "cd" * (i % 7 + 1)} for i in range(24)]
+    (tmp_path / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys |= {
+        "data": tmp_path / "alpaca.jsonl",
+        "sequence_len": 256,
+        "gradient_accumulation_steps": 99,
+        "max_steps": 1,
+    }
+    (right,) = run(keys)
+    for more in (
+        {"micro_batch_size": 3, "pad_to_sequence_len": "true", "pack_method": "next_fit"},
+        {"sample_packing": "false", "micro_batch_size": 5},
+        {"sample_packing": "false", "micro_batch_size": 1, "gradient_checkpointing": "true"},
+    ):
+        (line,) = run(keys, **more)
+        assert line["num_target_tokens"] == right["num_target_tokens"]
+        assert line["loss"] == pytest.approx(right["loss"], abs=1e-6)
+        assert line["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-5)
+
+
 def test_the_exported_model_gives_the_loss_it_was_trained_to(keys):
     run(keys, max_steps=3, learning_rate=1e-2)
     model = AutoModelForCausalLM.from_pretrained(
@@ -254,7 +280,12 @@ def test_the_exported_model_gives_the_loss_it_was_trained_to(keys):
 
 
 REFUSALS = {
-    "nothing left": ({"resume_from_checkpoint": "last"}, "at step 3 of 3: nothing would be trained"),
+    "beyond": (
+        {"resume_from_checkpoint": "last", "max_steps": 2},
+        "at step 3, beyond max_steps 2: no step can be taken back",
+    ),
+    "no base model": ({"base_model": "empty", "tokenizer": "tokenizer"}, "base_model empty cannot be loaded"),
+    "no tokenizer": ({"tokenizer": "empty"}, "the tokenizer empty cannot be loaded"),
     "warm-up": (
         {"warmup_steps": 3000, "lr_scheduler": "linear", "max_steps": "null"},
         "warmup_steps is 3000 but the run has",
@@ -287,13 +318,62 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_trained_is_refused_before_the_model_is_loaded(name, finished, monkeypatch):
+def test_what_cannot_be_trained_is_refused_before_the_model_is_loaded(name, finished, monkeypatch, tmp_path):
     more, message = REFUSALS[name]
     if name == "positions":
         more = more | {"overrides_of_model_config": json.dumps(SHAPE | {"max_position_embeddings": 2048})}
     monkeypatch.setattr(sft, "build_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(SystemExit, match=message):
         run(finished, **more)
+
+
+def test_a_checkpoint_of_another_kind_of_run_is_refused(finished, tmp_path):
+    with process_group():
+        path = save_checkpoint(tmp_path, 3, {"model.weight": torch.zeros(2)}, {"iteration": 3}, keep=1)
+    with pytest.raises(SystemExit, match="checkpoint-3 is of no supervised run"):
+        run(finished, resume_from_checkpoint=path)
+
+
+def test_a_run_killed_before_its_export_is_finished_by_resuming(finished, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(finished["output_dir"], out)
+    right = load_file(out / "model" / "model.safetensors")
+    shutil.rmtree(out / "model")
+    lines = run(finished, output_dir=out, resume_from_checkpoint="last")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert "is at step 3 of 3: nothing is left to train, the model is exported" in capsys.readouterr().out
+    exported = load_file(out / "model" / "model.safetensors")
+    assert exported.keys() == right.keys()
+    assert all(torch.equal(exported[name], right[name]) for name in right)
+    assert (out / "checkpoint-3").exists()
+
+
+def test_a_resumed_run_has_the_learning_rate_it_is_told(finished, tmp_path):
+    lines = run(
+        finished,
+        output_dir=tmp_path,
+        resume_from_checkpoint=finished["output_dir"] / "checkpoint-3",
+        max_steps=5,
+        learning_rate=1e-5,
+    )
+    assert [line["learning_rate"] for line in lines] == [1e-5, 1e-5]
+
+
+def test_a_new_run_in_the_folder_of_a_longer_one_is_resumed_from_its_own_checkpoints(finished, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(finished["output_dir"], out)
+    run(finished, output_dir=out, max_steps=2, save_total_limit=1)
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3.undone"]
+    lines = run(finished, output_dir=out, resume_from_checkpoint="last")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+
+
+def test_validation_comes_at_the_end_of_a_run_that_ends_inside_an_epoch(finished, tmp_path):
+    run(finished, output_dir=tmp_path, val_set_size=5, max_steps=2)
+    assert [line["step"] for line in metrics(tmp_path, "eval")] == [2]
 
 
 def test_a_damaged_checkpoint_is_refused_before_the_model_is_loaded(finished, monkeypatch):

@@ -48,8 +48,8 @@ def experience_of(engine, response_lengths):
     return learn_from(rollouts, scores, kl_coef=0.0, discount=1.0, gae_lambda=0.95)
 
 
-def updated(engine, experience, steps):
-    schedule = learning_rate_schedule("constant", engine.optimizer, warmup_steps=0, num_steps=9)
+def updated(engine, experience, steps, schedule="constant"):
+    schedule = learning_rate_schedule(schedule, engine.optimizer, warmup_steps=0, num_steps=9)
     phase = UpdatePhase(engine, schedule, CONFIG, hidden_size=32, ratio_tolerance=1e-3)
     return phase(experience, [np.array(rows) for rows in steps], Phases())
 
@@ -80,6 +80,12 @@ def test_first_step_has_the_losses_of_the_definition(engine):
     assert (result.num_sequences, result.num_tokens, result.num_optimizer_steps) == (3, 9 + 10, 1)
     assert result.grad_norm > 0
     assert math.isnan(result.ptx_loss)
+
+
+def test_the_learning_rate_is_that_of_the_last_step(engine):
+    # Linear from 0.1 over 9 steps: the third step is taken at 7/9 of it.
+    result = updated(engine, experience_of(engine, [4, 3]), [[0, 1]] * 3, schedule="linear")
+    assert result.learning_rate == pytest.approx(0.1 * 7 / 9)
 
 
 def test_a_better_action_becomes_likelier(engine):
