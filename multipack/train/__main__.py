@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-_USAGE = """usage: [torchrun --nproc-per-node N] -m multipack.train COMMAND [--config FILE.yml] [--key value]
+_USAGE = """usage: torchrun --nproc-per-node N -m multipack.train COMMAND [--config FILE.yml] [--key value ...]
+       python -m multipack.train COMMAND ...    (one process)
 
   sft      supervised fine-tuning on packed batches; without arguments on data made from the installed Python's library
   ppo      reinforcement learning from a reward function or model
-  prepare  tokenise the data of a sft run into its cache, and stop
+  prepare  tokenise the data of an sft run into its cache, and stop
 
 COMMAND --help lists the keys."""
 
@@ -31,7 +32,8 @@ def main(argv: list[str]) -> None:
     elif command in ("-h", "--help"):
         print(_USAGE)
     else:
-        raise SystemExit(f"{command or 'no command'} is none of sft, ppo, prepare.\n{_USAGE}")
+        problem = f"{command} is not a command" if command else "a command is missing"
+        raise SystemExit(f"multipack.train: {problem}; choose sft, ppo or prepare.\n{_USAGE}")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def _parse(config_type: type[Config], arguments: list[str]) -> Config:
     jsonargparse.set_parsing_settings(
         docstring_parse_attribute_docstrings=True
     )  # the sentence under each field is its --help
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser = jsonargparse.ArgumentParser(prog="multipack.train", exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file of these keys.")
     parser.add_class_arguments(config_type)
     try:

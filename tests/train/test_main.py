@@ -15,9 +15,11 @@ def test_help_names_the_commands(capsys):
     assert all(command in out for command in ("sft", "ppo", "prepare", "torchrun"))
 
 
-@pytest.mark.parametrize("arguments", [[], ["stf"]])
-def test_an_unknown_command_is_refused_with_the_usage(arguments):
-    with pytest.raises(SystemExit, match="is none of sft, ppo, prepare"):
+@pytest.mark.parametrize(
+    ("arguments", "problem"), [([], "a command is missing"), (["stf"], "stf is not a command")]
+)
+def test_an_unknown_command_is_refused_with_the_usage(arguments, problem):
+    with pytest.raises(SystemExit, match=f"{problem}; choose sft, ppo or prepare"):
         main(arguments)
 
 
