@@ -292,13 +292,21 @@ def axes_of(draw, table):
 
 def test_bars_are_sorted_ours_is_blue_and_far_values_get_a_logarithmic_axis():
     rows = [["trl", "300"], ["multipack", "2"], ["copy", "1"]]
-    axes = axes_of(plots.bars("median", "ms"), Table("", ["name", "median ms"], rows))
+    axes = axes_of(plots.bars("median"), Table("", ["name", "median ms"], rows))
     assert [bar.get_width() for bar in axes.patches] == [1, 2, 300]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["copy", "multipack", "trl"]
     assert [bar.get_facecolor()[2] > 0.8 for bar in axes.patches] == [False, True, False]
-    assert axes.get_xscale() == "log"
-    near = axes_of(plots.bars("median", "ms"), Table("", ["name", "median ms"], rows[1:]))
-    assert near.get_xscale() == "linear"
+    assert (axes.get_xscale(), axes.get_xlabel()) == ("log", "median ms, logarithmic axis")
+    near = axes_of(plots.bars("median"), Table("", ["name", "median ms"], rows[1:]))
+    assert (near.get_xscale(), near.get_xlabel()) == ("linear", "median ms")
+
+
+def test_pairs_stand_above_each_other():
+    table = Table("", ["family", "auto: bins", "first-fit"], [["u", "52", "192"], ["t", "89", "881"]])
+    axes = axes_of(plots.pairs("auto", "first-fit"), table)
+    assert [(bar.get_y() + bar.get_height() / 2, bar.get_width()) for bar in axes.patches] == [
+        pytest.approx(place) for place in ((-0.2, 52), (0.8, 89), (0.2, 192), (1.2, 881))
+    ]
 
 
 def test_lines_leave_a_gap_where_a_rival_was_left_out():

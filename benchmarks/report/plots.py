@@ -1,4 +1,4 @@
-"""Pictures of tables: bars of one column, lines over a size, parts of a step. Ours is blue everywhere."""
+"""Pictures of tables: bars of a column, lines over a size, parts of a step. Ours is blue everywhere, and names carry the units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from benchmarks.report.tables import Table, is_ours, number
+from benchmarks.report.tables import Table, is_ours, number, short
 
 Draw = Callable[[Axes, Table], None]
 
@@ -55,16 +55,22 @@ def save_plot(path: Path, title: str, draw: Draw, table: Table) -> None:
             plt.close(figure)
 
 
+def digits(value: float, _: object = None) -> str:
+    """A tick's label."""
+    return f"{value:,.10g}"
+
+
 def is_rival(name: str) -> bool:
     """In a table that may have no rival at all."""
     return name.startswith(RIVALS) and not is_ours(name)
 
 
-def bars(column: str, unit: str, reverse: bool = False) -> Draw:
+def bars(column: str, reverse: bool = False) -> Draw:
     """One horizontal bar a row; a logarithmic axis where the largest is over thirty times the smallest."""
 
     def draw(axes: Axes, table: Table) -> None:
         names = [row[0] for row in table.rows]
+        label = table.name(column)
         values = [number(cell) for cell in table.column(column)]
         order = sorted(range(len(values)), key=lambda i: values[i], reverse=reverse)
         drawn = axes.barh(
@@ -73,16 +79,41 @@ def bars(column: str, unit: str, reverse: bool = False) -> Draw:
             color=[OURS if is_ours(names[i]) else OTHERS for i in order],
             height=0.7,
         )
-        axes.bar_label(drawn, [f"{values[i]:,.4g}" for i in order], padding=4, color="#374151")
+        axes.bar_label(drawn, [short(values[i]) for i in order], padding=4, color="#374151")
         if max(values) > 30 * min(values) > 0:
             axes.set_xscale("log")
             axes.set_xlim(right=max(values) * 3)
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+            axes.xaxis.set_major_formatter(digits)
+            label += ", logarithmic axis"
         else:
             axes.margins(x=0.12)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel(unit)
+        axes.set_xlabel(label)
+
+    return draw
+
+
+def pairs(ours: str, theirs: str) -> Draw:
+    """Two columns beside each other for each row: ours, and a rival's."""
+
+    def draw(axes: Axes, table: Table) -> None:
+        places = range(len(table.rows))
+        for column, colour, shift in ((ours, OURS, -0.2), (theirs, OTHERS, 0.2)):
+            values = [number(cell) for cell in table.column(column)]
+            drawn = axes.barh(
+                [place + shift for place in places],
+                values,
+                height=0.38,
+                color=colour,
+                label=table.name(column),
+            )
+            axes.bar_label(drawn, [short(value) for value in values], padding=4, color="#374151")
+        axes.set_yticks(places, [row[0] for row in table.rows])
+        axes.margins(x=0.12)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.legend(loc="lower right")
 
     return draw
 
@@ -108,7 +139,7 @@ def lines(x_label: str, y_label: str, columns: Sequence[str] | None = None) -> D
         steps = (1, 2, 5) if high < 100 * low else (1,)
         axes.yaxis.set_major_locator(LogLocator(subs=steps))
         axes.yaxis.minorticks_off()
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        axes.yaxis.set_major_formatter(digits)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -161,6 +192,7 @@ def clusters(group: str, member: str, column: str, unit: str) -> Draw:
             )
             axes.bar_label(drawn, fmt="{:,.0f}", padding=2, fontsize=8, color="#374151")
         axes.set_xticks(range(len(groups)), groups)
+        axes.yaxis.set_major_formatter(digits)
         axes.margins(y=0.12)
         axes.grid(axis="x", visible=False)
         axes.set_ylabel(unit)

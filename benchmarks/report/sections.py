@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.length_sets import MADE, REAL, SHARED
 from benchmarks.report import machine
-from benchmarks.report.plots import Draw, bars, clusters, lines, parts
+from benchmarks.report.plots import Draw, bars, clusters, lines, pairs, parts
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ SECTIONS = [
                 "packers",
                 "pack 1,000,000 sequences",
                 "Packing 1,000,000 sequences",
-                bars("median", "milliseconds, median of 5"),
+                bars("median"),
             ),
             Plot(
                 "growth_sequences",
@@ -119,8 +119,8 @@ SECTIONS = [
             Plot(
                 "literature",
                 "auto: bins too many",
-                "Bins above the proved optimum, all instances of a family: method='auto'",
-                bars("auto: bins too many", "bins"),
+                "Bins above the proved optimum, all instances of a family",
+                pairs("auto: bins too many", "first-fit decreasing"),
             ),
         ),
         lacks=shared_data,
@@ -201,7 +201,7 @@ SECTIONS = [
                 "collate",
                 "collate a batch",
                 "CPU time of a batch of 65,536 tokens",
-                bars("median", "microseconds, median"),
+                bars("median"),
             ),
         ),
     ),
@@ -218,7 +218,7 @@ SECTIONS = [
                 "loading",
                 "Mtok a CPU second",
                 "Tokens a second of CPU, from disk to batches",
-                bars("Mtok a CPU second", "million tokens a CPU second", reverse=True),
+                bars("Mtok a CPU second", reverse=True),
             ),
         ),
     ),
@@ -262,13 +262,13 @@ SECTIONS = [
                 "first_batch",
                 "first batch of",
                 "From 100,000 rows on disk to the first batch",
-                bars("median", "milliseconds"),
+                bars("median"),
             ),
             Plot(
                 "resume",
                 "resume after",
                 "Back to the 101st batch of an epoch",
-                bars("median", "milliseconds"),
+                bars("median"),
             ),
         ),
     ),

@@ -21,8 +21,12 @@ class Table:
     columns: list[str]
     rows: list[list[str]]
 
+    def name(self, name: str) -> str:
+        """The whole name of the column `name`, or else of the first one that contains it."""
+        return self.columns[self._place(name)]
+
     def column(self, name: str) -> list[str]:
-        """Cells below the column `name`, or else the first one that contains it."""
+        """Cells below that column."""
         return [row[self._place(name)] for row in self.rows]
 
     def cell(self, row: str, column: str) -> str:
