@@ -96,11 +96,13 @@ def test_transformers_41652_one_class_a_sequence() -> None:
     assert batch["cu_seq_lens_q"].tolist() == [0, 4, 7]
 
 
-def test_transformers_33946_tokenizer_output_with_a_leading_one() -> None:
-    rows = [{"input_ids": torch.arange(4)[None]}, {"input_ids": torch.arange(2)[None]}]
+@pytest.mark.parametrize("make", [torch.from_numpy, np.asarray, np.ndarray.tolist])
+def test_transformers_33946_tokenizer_output_with_a_leading_one(make: Any) -> None:
+    rows = [{"input_ids": make(np.arange(length)[None])} for length in (4, 2)]
     batch = collate(PackedCollator(), TokenDataset(rows))
-    assert batch["cu_seq_lens_q"].tolist() == [0, 4, 6]
-    assert batch["input_ids"].tolist() == [[0, 1, 2, 3, 0, 1]]
+    for each in (batch, PackedCollator()(rows)):
+        assert each["cu_seq_lens_q"].tolist() == [0, 4, 6]
+        assert each["input_ids"].tolist() == [[0, 1, 2, 3, 0, 1]]
 
 
 def test_wrinklefree_monorepo_53_attention_ends_with_the_document() -> None:
