@@ -65,7 +65,8 @@ def test_mappings_that_no_path_leads_to_travel_with_their_values(way):
         file.flush()
         values: Any
         if way == "array over a mapping":
-            values = np.frombuffer(mmap.mmap(file.fileno(), 0), np.int32)
+            values = np.ndarray(6, np.int32, mmap.mmap(file.fileno(), 0))
+            assert isinstance(values.base, mmap.mmap)
         else:
             values = np.memmap(file, np.int32, "r")
         dataset = pickle.loads(pickle.dumps(TokenDataset((values, [0, 2, 6]))))
@@ -105,8 +106,12 @@ def test_rows_above_two_to_the_31_numbers_get_wide_offsets(monkeypatch):
 def test_arrays_are_read_where_they_lie():
     ids, score = np.zeros((2, 3), np.int32), np.zeros(2, np.float32)
     dataset = TokenDataset({"input_ids": ids, "score": score})
-    ids[1, 2], score[1] = 7, 0.5
-    assert dataset[1]["input_ids"].tolist() == [0, 0, 7]
+    flat = np.zeros(3, np.int64)
+    arrow = TokenDataset(
+        {"input_ids": pa.ListArray.from_arrays(pa.array([0, 3], pa.int32()), pa.array(flat))}
+    )
+    ids[1, 2], score[1], flat[2] = 7, 0.5, 7
+    assert dataset[1]["input_ids"].tolist() == arrow[0]["input_ids"].tolist() == [0, 0, 7]
     assert dataset[1]["score"].item() == 0.5
 
 
