@@ -109,12 +109,14 @@ def disguised(draw: st.DrawFn, column: pa.ChunkedArray) -> pa.ChunkedArray:
         chunks = [pa.ExtensionArray.from_storage(wrapped, chunk) for chunk in column.chunks]
         return pa.chunked_array(chunks, wrapped)
     if way == "one list a row":
-        nested = [
-            pa.ListArray.from_arrays(pa.array(range(len(chunk) + 1), pa.int32()), chunk)
-            for chunk in column.chunks
-        ]
-        return pa.chunked_array(nested)
+        return pa.chunked_array([_one_list_a_row(chunk) for chunk in column.chunks])
     return column
+
+
+def _one_list_a_row(chunk: pa.Array) -> pa.Array:
+    """Each row in a list of its own, as a slice that hides an empty list before and one after them."""
+    offsets = [0, *range(len(chunk) + 1), len(chunk)]
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), chunk).slice(1, len(chunk))
 
 
 @st.composite

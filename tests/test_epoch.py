@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+from torch.utils.data import BatchSampler
 
 from multipack import DistributedBatchSampler, MultipackBatchSampler
 
@@ -38,7 +39,9 @@ def test_a_loaded_position_is_used_once(kind, taken):
     stopped, sampler = sampler_of(kind), sampler_of(kind)
     everything = list(sampler.begin())
     list(islice(stopped, taken))
+    list(islice(sampler, 3))
     sampler.load_state_dict(stopped.state_dict())
+    assert sampler.state_dict() == stopped.state_dict()
     assert sampler.remaining == len(everything) - taken
     assert list(islice(sampler, 2)) == everything[taken : taken + 2]
     assert list(sampler) == everything  # that pass was broken off as well
@@ -62,3 +65,11 @@ def test_a_position_belongs_to_its_epoch(kind):
 def test_epochs_are_counted_from_zero(kind):
     with pytest.raises(ValueError, match="epoch is -1, below 0"):
         sampler_of(kind).set_epoch(-1)
+
+
+def test_a_state_of_another_kind_of_sampler_names_what_it_lacks():
+    rows = DistributedBatchSampler(BatchSampler(range(20), 2, False), num_replicas=2, rank=0)
+    with pytest.raises(
+        ValueError, match=r"batch_size \(None in the state, 2 here\).*capacity \(4 in the state, None"
+    ):
+        rows.load_state_dict(sampler_of("dealt").state_dict())

@@ -62,8 +62,9 @@ def test_arrow_35359_rows_of_nulls_name_the_first(data_type: pa.DataType) -> Non
         TokenDataset(pa.table({"input_ids": column}))
 
 
-def test_arrow_39813_list_views_are_refused_by_name() -> None:
-    column = pa.ListViewArray.from_arrays([0, 1, 2], [2, 2, 2], [1, 2, 3, 4])
+@pytest.mark.parametrize("views", [pa.ListViewArray, pa.LargeListViewArray])
+def test_arrow_39813_list_views_are_refused_by_name(views: Any) -> None:
+    column = views.from_arrays([0, 1, 2], [2, 2, 2], [1, 2, 3, 4])
     with pytest.raises(TypeError, match="list_view"):
         TokenDataset(pa.table({"input_ids": column}))
 
