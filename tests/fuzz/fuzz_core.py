@@ -41,7 +41,12 @@ def fuzz_packers(core: Any, rng: np.random.Generator) -> None:
     short = int(rng.random() < 0.2)
     offsets = np.empty(max(0, lengths.size + 1 - short), np.int64)
     indices = np.empty(max(0, lengths.size - int(rng.random() < 0.2)), np.int32)
+    if rng.random() < 0.1:
+        indices = lengths
+    if rng.random() < 0.1:
+        offsets = np.zeros(8 * offsets.size + 1, np.uint8)[1:].view(np.int64)
     limit = int(rng.choice([1, 3, 2**63 - 1, 0, -5]))
+    capacity = int(rng.choice([capacity, 2**31 - 1, 2**24 + 1], p=[0.9, 0.05, 0.05]))
     name = rng.choice(PACKERS)
     num_bins = getattr(core, name)(lengths, capacity, limit, int(rng.integers(2**63)), offsets, indices)
     assert sorted(indices.tolist()) == list(range(lengths.size)), name
@@ -74,24 +79,29 @@ def fuzz_tables(core: Any, rng: np.random.Generator) -> None:
 
 
 def fuzz_pool(core: Any, rng: np.random.Generator) -> None:
-    """States with numbers that no pool would have."""
+    """States with numbers that no pool would have, and pools that are asked for more than they hold."""
     capacity, size = int(rng.integers(1, 100)), int(rng.integers(1, 20))
     pool = core.StreamPool(capacity, size, int(rng.choice([1, 4, 2**63 - 1])), 0)
-    count = int(rng.integers(0, size + 2))
+    corrupt = bool(rng.random() < 0.5)
+    count = int(rng.integers(0, size + 1 + int(corrupt)))
     state = core.StreamPoolState(
         list(range(count)),
-        np.sort(rng.integers(-(2**40), 2**40, count)).tolist(),
-        rng.integers(1, capacity + 1 + int(rng.random() < 0.3), count).tolist(),
-        int(rng.integers(-(2**40), 2**40)),
-        int(rng.integers(-(2**40), 2**40)),
+        np.sort(rng.integers(-(2**40) if corrupt else 0, 2**40, count)).tolist(),
+        rng.integers(1, capacity + 1 + int(corrupt), count).tolist(),
+        int(rng.choice([2**40, 2**63 - 1] if corrupt else [2**40])),
+        int(rng.choice([0, -(2**40), -(2**63), 2**63 - 1][: 4 if corrupt else 2])),
         int(rng.integers(2**63)),
     )
     pool.restore(state)
+    held = count
     for number in range(40):
-        if rng.random() < 0.5:
-            pool.push(count + number, int(rng.integers(0, capacity + 2)))
+        push = bool(rng.random() < 0.5) if corrupt or 0 < held < size else held == 0
+        if push:
+            pool.push(count + number, int(rng.integers(1, capacity + 1 + int(corrupt))))
+            held += 1
         else:
-            pool.fill(bool(rng.random() < 0.5))
+            held -= len(pool.fill(bool(rng.random() < 0.5)))
+    assert len(pool) == held
 
 
 def any_column(core: Any, rng: np.random.Generator, corrupt: bool) -> tuple[Any, list[int]]:
@@ -138,16 +148,26 @@ def fuzz_gather(core: Any, rng: np.random.Generator) -> None:
     starts = None if rng.random() < 0.5 else rng.integers(0, 3 if corrupt else 1, count)
     gather = core.Gather(rows, starts, taken, places, num_slots)
     out = np.empty(max(0, num_slots - int(rng.random() < 0.1)), str(rng.choice(["int64", "float32", "bool"])))
-    gather.tokens(column, out, 7.0)
+    gather.tokens(column, out, float(rng.choice([7.0, 1e300, np.nan], p=[0.9, 0.05, 0.05])))
+    if rng.random() < 0.1:
+        gather.tokens(column, taken, 0.0)  # written over the lengths of the sequences
     if rng.random() < 0.5:
-        gather.labels(column, [column], np.empty(num_slots, np.int64), -100, True)
+        ignore_index = int(rng.choice([-100, 2**63 - 1, -(2**63)]))
+        gather.labels(column, [column], np.empty(num_slots, np.int64), ignore_index, True)
     if rng.random() < 0.5:
         bounds = np.unique(rng.integers(0, num_slots + 1 + int(corrupt), 4)).astype(np.int32)
         ends = (np.int32(0), np.int32(num_slots))
         bounds = np.unique(np.concatenate((ends[:1], bounds, ends[1:])).astype(np.int32))
         positions, numbers = np.empty(num_slots, np.int64), np.empty(num_slots, np.int32)
         gather.segments(bounds, positions, numbers, 2, int(rng.integers(-1, 9)))
-    gather.run()
+    thread = threading.Thread(target=lambda: [gather.tokens(column, out, 0.0) for _ in range(20)])
+    if rng.random() < 0.05:
+        thread.start()
+    try:
+        gather.run()
+    finally:
+        if thread.ident is not None:
+            thread.join()
 
 
 def fuzz_threads(core: Any, rng: np.random.Generator) -> None:
