@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from multipack.train.axolotl_keys import ELSEWHERE
 from multipack.train.config_checks import check_config, check_dataset
 from multipack.train.config_file import read_config
+from multipack.train.run_config import RunConfig
 
 BUILTIN = "builtin"
 """Path of the source that needs no download."""
@@ -42,7 +43,7 @@ class DatasetConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(RunConfig):
     """One supervised run. Sizes are a rank's unless the name says otherwise; a step is an optimizer step.
 
     Tokens a rank takes in one micro-step: at most `micro_batch_size * sequence_len`, in `micro_batch_size` bins laid end to end.
@@ -51,22 +52,6 @@ class TrainConfig:
     Raises:
         ValueError: a value is out of its bounds or contradicts another one; the message holds both and the remedy.
     """
-
-    # Model
-    base_model: str | None = None
-    """Folder or hub name of a causal language model. None: a small Llama with random weights."""
-    model_type: str = "AutoModelForCausalLM"
-    """Class of transformers that loads `base_model`, such as LlamaForCausalLM."""
-    overrides_of_model_config: dict[str, Any] = field(default_factory=dict)
-    """Values put over the model's own configuration, or over that of the small random Llama."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with `base_model` or the tokenizer. Off: such models are refused."""
-    tokenizer: str | None = None
-    """Folder or hub name. None: that of `base_model`; without a base model the built-in tokenizer of bytes."""
-    tokenizer_type: str = "AutoTokenizer"
-    """Class of transformers that loads the tokenizer."""
-    special_tokens: dict[str, str] = field(default_factory=dict)
-    """Tokens to set on the tokenizer: bos_token, eos_token, unk_token, pad_token."""
 
     # Data
     datasets: list[DatasetConfig] = field(default_factory=list)
@@ -105,8 +90,6 @@ class TrainConfig:
     """How the bins of a step are dealt to ranks: as they come, by equal cost a micro-step, or by equal cost a step."""
     tail: Literal["even", "pad", "drop", "error"] = "even"
     """What happens to the sequences of the last, incomplete micro-step of an epoch; see `DistributedBatchSampler`."""
-    num_workers: int = 1
-    """Background threads that collate batches. 0: the training thread does."""
     prefetch_batches: int | None = None
     """Batches collated ahead. None: two for each thread."""
 
@@ -115,38 +98,10 @@ class TrainConfig:
     """Passes over the training rows."""
     max_steps: int | None = None
     """Optimizer steps after which the run ends, should `num_epochs` not end it before."""
-    seed: int = 42
-    """Seed of the order of rows, the validation split, new weights and dropout."""
 
-    # Optimizer
-    optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "sgd"] = "adamw_torch"
-    """Update rule; adamw_bnb_8bit keeps its state in 8 bits (bitsandbytes)."""
-    lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
-    """Shape of the learning rate over the run; cosine and linear end at 0."""
-    learning_rate: float = 1e-3
-    """Highest learning rate. The default suits the small random Llama; fine-tuning takes 1e-5 to 2e-4."""
-    warmup_steps: int = 0
-    """Steps in which the learning rate rises from 0."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of matrices; biases and norms have none."""
-    adam_beta1: float = 0.9
-    """Decay of AdamW's first moment."""
-    adam_beta2: float = 0.999
-    """Decay of AdamW's second moment."""
-    adam_epsilon: float = 1e-8
-    """Added to the root of AdamW's second moment."""
-    max_grad_norm: float = 1.0
-    """Bound of the gradient's norm over all ranks. 0: measured, never clipped."""
-
-    # Precision, memory and kernels
-    bf16: bool | Literal["auto"] = "auto"
-    """Compute in bfloat16, master weights in float32. auto: where the GPU can."""
+    # Kernels
     fp16: bool = False
     """Only false: float16 needs loss scaling, which this trainer has not."""
-    tf32: bool = False
-    """Let float32 matrix products use TensorFloat-32 on GPUs that have it."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory for about a third more compute."""
     flash_attention: bool = True
     """Packed batches run through the `multipack` attention: torch's varlen flash kernels on CUDA, segment by segment on CPU."""
     flash_attn_cross_entropy: bool = False
@@ -158,47 +113,20 @@ class TrainConfig:
     flash_attn_fuse_mlp: bool = False
     """Only false: a fused kernel of the flash-attn package."""
 
-    # Engine
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    """What ranks share: nothing (DDP), optimizer state, also gradients, also parameters."""
-    offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory between uses; needs `zero_stage` 2 or 3."""
-    deepspeed: str | None = None
-    """DeepSpeed JSON file; trains with DeepSpeed and the file's stage instead of `zero_stage`."""
-    ddp_timeout: float = 1800.0
-    """Seconds that a rank waits for the others before it ends with an error."""
-
     # Adapters
-    adapter: Literal["lora", "qlora"] | None = None
-    """Train low-rank matrices beside frozen weights (LoRA), which qlora keeps in 4 bits."""
-    load_in_4bit: bool = False
-    """Hold the frozen weights as 4-bit NormalFloat; goes with `adapter: qlora`."""
-    lora_r: int = 8
-    """Rank of the added matrices."""
-    lora_alpha: int = 16
-    """Scale: the added product counts `lora_alpha / lora_r`."""
     lora_dropout: float = 0.0
     """Dropout before the added matrices."""
-    lora_target_linear: bool = False
-    """Adapt every linear layer except the output head."""
-    lora_target_modules: list[str] | None = None
-    """Names of the layers to adapt, such as q_proj."""
 
     # Output
     output_dir: str = "runs/sft"
-    """Folder of checkpoints, metrics and the picture of the run."""
     logging_steps: int = 1
     """Steps between two lines of metrics."""
     eval_steps: int | float | None = None
     """Steps between two validations, or a share of the run below 1. None: after every epoch and at the end. Needs `val_set_size`."""
     save_steps: int | float | None = None
     """Steps between two checkpoints, or a share of the run below 1. None: at the end."""
-    save_total_limit: int = 2
-    """Newest checkpoints that are kept."""
     log_rows: bool = False
     """Write the row ids of every step to `rows/rank-R.jsonl` in `output_dir`, to check that each came once."""
-    resume_from_checkpoint: str | None = None
-    """Checkpoint folder to go on from, or "last" for the newest in `output_dir`."""
 
     def __post_init__(self) -> None:
         check_config(self)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from multipack.train.config import TrainConfig
 from multipack.train.config_file import read_config
+from multipack.train.run_config import RunConfig, Schedule
 from multipack.train.update_plan import UpdateMode
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig:
+class PPOConfig(RunConfig):
     """One run of proximal policy optimization: collect with the policy, score, update, again.
 
     Raises:
@@ -96,85 +97,14 @@ class PPOConfig:
     ptx_bins_per_step: int = 0
     """Packed bins of `micro_batch_tokens` of supervised rows in an optimizer step, over all ranks. 0: one a rank."""
 
-    # Model
-    base_model: str | None = None
-    """Folder or hub name of a causal language model. None: a small Llama with random weights."""
-    model_type: str = "AutoModelForCausalLM"
-    """Class of transformers that loads `base_model`."""
-    overrides_of_model_config: dict[str, Any] = field(default_factory=dict)
-    """Values put over the model's own configuration, or over that of the small random Llama."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with `base_model` or the tokenizer. Off: such models are refused."""
-    tokenizer: str | None = None
-    """Folder or hub name. None: that of `base_model`."""
-    tokenizer_type: str = "AutoTokenizer"
-    """Class of transformers that loads the tokenizer."""
-    special_tokens: dict[str, str] = field(default_factory=dict)
-    """Tokens to set on the tokenizer."""
-
-    # Adapters
-    adapter: Literal["lora", "qlora"] | None = None
-    """Train low-rank matrices beside frozen weights; the frozen weights are then the reference."""
-    load_in_4bit: bool = False
-    """Hold the frozen weights as 4-bit NormalFloat; goes with `adapter: qlora`."""
-    lora_r: int = 8
-    """Rank of the added matrices."""
-    lora_alpha: int = 16
-    """Scale: the added product counts `lora_alpha / lora_r`."""
-    lora_target_linear: bool = False
-    """Adapt every linear layer except the output head."""
-    lora_target_modules: list[str] | None = None
-    """Names of the layers to adapt."""
-
     # Optimizer
-    optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "sgd"] = "adamw_torch"
-    """Update rule."""
-    lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "constant"
-    """Shape of the learning rate over the optimizer steps of the run."""
-    learning_rate: float = 1e-3
-    """Highest learning rate. The default suits the small random Llama; real models take 1e-6 to 1e-5."""
-    warmup_steps: int = 0
-    """Optimizer steps in which the learning rate rises from 0."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of matrices."""
-    adam_beta1: float = 0.9
-    """Decay of AdamW's first moment."""
+    lr_scheduler: Schedule = "constant"
     adam_beta2: float = 0.95
-    """Decay of AdamW's second moment."""
-    adam_epsilon: float = 1e-8
-    """Added to the root of AdamW's second moment."""
-    max_grad_norm: float = 1.0
-    """Bound of the gradient's norm over all ranks. 0: measured, never clipped."""
 
-    # Precision, memory and engine
-    bf16: bool | Literal["auto"] = "auto"
-    """Compute in bfloat16, master weights in float32. auto: where the GPU can."""
-    tf32: bool = False
-    """Let float32 matrix products use TensorFloat-32 on GPUs that have it."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    """What ranks share: nothing (DDP), optimizer state, also gradients, also parameters."""
-    offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory between uses; needs `zero_stage` 2 or 3."""
-    deepspeed: str | None = None
-    """DeepSpeed JSON file; trains with DeepSpeed and the file's stage instead of `zero_stage`."""
-    ddp_timeout: float = 1800.0
-    """Seconds that a rank waits for the others before it ends with an error."""
-    num_workers: int = 1
-    """Background threads that collate micro-batches. 0: the training thread does."""
-
-    # Run and output
-    seed: int = 42
-    """Seed of new weights, prompts, sampling and the order of updates."""
+    # Output
     output_dir: str = "outputs"
-    """Folder of checkpoints, metrics and the picture of the run."""
     save_iterations: int | None = None
     """Iterations (collect and update) between two checkpoints. None: at the end."""
-    save_total_limit: int = 2
-    """Newest checkpoints that are kept."""
-    resume_from_checkpoint: str | None = None
-    """Checkpoint folder to go on from, or "last" for the newest in `output_dir`."""
 
     def __post_init__(self) -> None:
         _check_bounds(self)
@@ -194,8 +124,7 @@ class PPOConfig:
         Args:
             more: further keys of that record.
         """
-        shared = {f.name for f in fields(TrainConfig)} & {f.name for f in fields(self)}
-        values = {name: getattr(self, name) for name in shared}
+        values = {key.name: getattr(self, key.name) for key in fields(RunConfig)}
         return TrainConfig(**{**values, "sequence_len": self.longest_sequence, **more})
 
 

@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = engine_options(config)
         data = prepare_data(config)
         if config.prepare_only:
-            print(data, flush=True)
+            if os.environ.get("RANK", "0") == "0":
+                print(data, flush=True)
             return
     except (ValueError, OSError) as error:
         raise SystemExit(f"sft: {error}") from error

@@ -404,3 +404,14 @@ def test_gsm8k_with_a_real_tokenizer_trains(tmp_path):
     losses = [line["loss"] for line in run(keys, max_steps=6, learning_rate=1e-2)]
     assert losses[0] == pytest.approx(math.log(49152), abs=0.5)
     assert losses[-1] < losses[0] - 0.3
+
+
+def test_prepare_is_reported_by_one_rank(keys, monkeypatch, capsys):
+    said = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        sft.main(arguments(keys, prepare_only="true"))
+        said.append(capsys.readouterr().out)
+    assert "training 400 rows" in said[0]
+    assert said[1] == ""
+    assert not Path(keys["output_dir"]).exists()
