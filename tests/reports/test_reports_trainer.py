@@ -220,8 +220,10 @@ def test_labs_molt_85_an_episode_takes_each_prompt_once_and_ends(
     run = sizes(1, rollout=16, train=1)
     steps = list(deal_prompts(run, num_prompts, num_episodes=2, seed=0, rank=0))
     assert [len(rows) for rows in steps] == expected * 2
-    for episode in (steps[: len(expected)], steps[len(expected) :]):
+    episodes = steps[: len(expected)], steps[len(expected) :]
+    for episode in episodes:
         assert sorted(row for rows in episode for row in rows) == list(range(num_prompts))
+    assert episodes[0] != episodes[1]
 
 
 @pytest.mark.distributed
