@@ -52,10 +52,10 @@ def test_planning_imports_neither_the_loader_nor_the_trainer():
         assert "multipack.train" not in path.read_text(), path.name
 
 
-def test_importing_the_package_needs_no_extra():
+def test_importing_the_package_needs_no_extra_and_warns_of_nothing():
     code = (
         "import sys, multipack\n"
         "extra = {'datasets', 'transformers', 'accelerate', 'peft', 'numba', 'rich', 'matplotlib', 'lightning'}\n"
         "assert not extra & set(sys.modules), extra & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
