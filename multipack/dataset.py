@@ -200,9 +200,11 @@ class Selection(Sequence[dict[str, Any]]):
         """The batch repeats another one to give every rank a batch; its labels must not count."""
 
     def locate(self) -> Located:
+        """Where the collator finds the sequences."""
         return self.dataset.locate(self.ids)
 
     def source_rows(self) -> npt.NDArray[np.int64]:
+        """Row of the source of each sequence, int64, shape [num_sequences]."""
         return self.dataset.source_rows(self.ids)
 
     def __len__(self) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
 
 import multipack
 
@@ -13,6 +16,18 @@ import multipack
 def test_public_names_are_sorted_and_exist():
     assert multipack.__all__ == sorted(multipack.__all__)
     assert all(getattr(multipack, name).__doc__ for name in multipack.__all__)
+
+
+def test_everything_a_user_can_call_says_what_it_does():
+    silent = [
+        f"{name}.{member}"
+        for name in multipack.__all__
+        if inspect.isclass(getattr(multipack, name))
+        for member, value in inspect.getmembers(getattr(multipack, name))
+        if not member.startswith("_") and (callable(value) or isinstance(value, property))
+        if not hasattr(torch.utils.data.DataLoader, member) and not inspect.getdoc(value)
+    ]
+    assert silent == []
 
 
 def test_version_is_that_of_the_package():
