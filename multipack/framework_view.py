@@ -5,6 +5,7 @@ What accelerate alone looks for is in `accelerate_view`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -26,8 +27,8 @@ class RankSampler(DistributedSampler[Any]):
         self._batch_sampler = batch_sampler
 
     def __iter__(self) -> Iterator[int]:
-        """The row ids of this rank's batches."""
-        return chain.from_iterable(self._batch_sampler.begin())
+        """The row ids of this rank's batches. Reading them moves nobody's place."""
+        return chain.from_iterable(copy.copy(self._batch_sampler).begin())
 
     def set_epoch(self, epoch: int) -> None:
         self._batch_sampler.set_epoch(epoch)

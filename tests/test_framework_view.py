@@ -138,7 +138,11 @@ def test_lightning_sees_that_rows_are_dealt_already() -> None:
     assert (loader.sampler.num_replicas, loader.sampler.rank) == (2, 1)
     loader.sampler.set_epoch(3)
     assert loader.batch_sampler.epoch == 3
+    batches = iter(loader)
+    next(batches)
     rows = list(loader.sampler)
+    next(batches)
+    assert loader.state_dict()["sampler"]["batches"] == 4  # two of each rank, as if nobody had read the rows
     assert sorted(rows) == sorted(token for batch in loader for token in batch["input_ids"].unique().tolist())
 
 

@@ -318,6 +318,9 @@ def test_frameworks_find_what_they_look_for():
         sampler.sampler.set_epoch(3)
         assert sampler.epoch == 3
         assert sampler.capacity == 64
+        assert (
+            getattr(sampler, "batch_sampler", sampler).plan is getattr(sampler, "batch_sampler", sampler).plan
+        )
         copy = pickle.loads(pickle.dumps(sampler))
         assert list(copy.begin()) == list(sampler.begin())
 
@@ -406,7 +409,7 @@ def test_one_sequence_on_four_ranks_counts_once():
         (
             lambda: DistributedBatchSampler(bins_sampler([]), num_replicas=1, rank=0),
             ValueError,
-            "has 0 batches",
+            "has 0 batches: there is nothing to train on",
         ),
         (
             lambda: DistributedBatchSampler(packed(), num_replicas=2, rank=2),
@@ -517,27 +520,97 @@ def test_a_state_from_inside_a_balanced_step_needs_ranks():
 
 
 def test_what_a_resumed_epoch_leaves_over_is_an_error_as_well():
-    # 8 bins: even for 2 and for 4 ranks, but after one micro-step of 2 ranks 6 are left, and 4 ranks would have repeated two.
-    def eight():
-        return MultipackBatchSampler([64] * 8, 64)
+    # 9 bins: even for 1 and for 3 ranks, but after one micro-step of 1 rank 8 are left, and 3 ranks would have repeated one.
+    def nine():
+        return MultipackBatchSampler([64] * 9, 64)
 
-    first = DistributedBatchSampler(eight(), num_replicas=2, rank=0, tail="error")
+    first = DistributedBatchSampler(nine(), num_replicas=1, rank=0, tail="error")
     iterator = iter(first)
     next(iterator)
-    for rank in range(4):
-        sampler = DistributedBatchSampler(eight(), num_replicas=4, rank=rank, tail="error")
-        with pytest.raises(ValueError, match="6 batches cannot be dealt to 4 ranks evenly: 2 are left over"):
+    for rank in range(3):
+        sampler = DistributedBatchSampler(nine(), num_replicas=3, rank=rank, tail="error")
+        with pytest.raises(ValueError, match="8 batches cannot be dealt to 3 ranks evenly: 2 are left over"):
             sampler.load_state_dict(first.state_dict())
     next(iterator)
-    sampler = DistributedBatchSampler(eight(), num_replicas=4, rank=0, tail="error")
+    next(iterator)
+    sampler = DistributedBatchSampler(nine(), num_replicas=3, rank=0, tail="error")
     sampler.load_state_dict(first.state_dict())
-    assert (sampler.remaining, len(list(sampler))) == (1, 1)
+    assert (sampler.remaining, len(list(sampler))) == (2, 2)
+
+
+def test_a_later_epoch_that_is_not_even_is_an_error_as_well():
+    class Growing:
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 4 + self.epoch
+
+        def __iter__(self):
+            return iter([[row] for row in range(len(self))])
+
+    sampler = DistributedBatchSampler(Growing(), num_replicas=2, rank=1, tail="error")
+    assert list(sampler) == [[1], [3]]
+    with pytest.raises(ValueError, match="5 batches cannot be dealt to 2 ranks evenly: 1 are left over"):
+        next(iter(sampler))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_another_size_of_the_optimizer_step_is_logged_once_for_all_ranks(caplog, accumulate):
+    state = DistributedBatchSampler(packed(), num_replicas=2, rank=0, accumulate=2).state_dict()
+    for sampler in ranks_of(packed, 4, accumulate=accumulate):
+        sampler.load_state_dict(state)
+    logged = [record.getMessage() for record in caplog.records]
+    if accumulate == 1:  # 2 x 2 batches then, 4 x 1 now
+        assert logged == []
+    else:
+        (message,) = logged
+        assert "had 4 batches (2 ranks x 2 micro-steps)" in message
+        assert "has 8 now (4 ranks x 2)" in message
+
+
+def test_its_own_epoch_rules_wherever_the_inner_sampler_was_moved():
+    def loose():  # its epochs have different numbers of bins
+        return packed(method="next_fit")
+
+    everything = list(loose())
+    inner = loose()
+    sampler = DistributedBatchSampler(inner, num_replicas=1, rank=0)
+    shorter = next(epoch for epoch in range(40) if len(inner.plan.at_epoch(epoch)) < len(everything))
+    inner.set_epoch(shorter)
+    assert len(sampler) == len(everything)
+    taken = []
+    for batch in sampler:
+        taken.append(batch)
+        inner.set_epoch(shorter)
+    assert taken == everything
+    assert sampler.epoch == 1
+
+
+def test_a_process_group_made_after_the_sampler_must_say_the_same(monkeypatch):
+    discovered = [
+        DistributedBatchSampler(packed(), **given) for given in ({}, {"rank": 0}, {"num_replicas": 1})
+    ]
+    named = DistributedBatchSampler(packed(), num_replicas=1, rank=0)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for sampler in discovered:
+        with pytest.raises(ValueError, match="built for rank 0 of 1, but the process group says rank 0 of 2"):
+            list(sampler)
+    assert rows([list(named)]) == list(range(400))
 
 
 def test_sequential_rows_of_torch_can_be_resumed():
     inner = BatchSampler(SequentialSampler(range(9)), 2, drop_last=False)
     sampler = DistributedBatchSampler(inner, num_replicas=2, rank=0)
     assert list(sampler) == [[0, 1], [4, 5], [8]]
+    assert sampler.capacity is None
+    assert (
+        len(DistributedBatchSampler(inner, num_replicas=5, rank=4, tail="drop")) == 1
+    )  # as many batches as ranks
     iterator = iter(sampler)
     next(iterator)
     state = sampler.state_dict()

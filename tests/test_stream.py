@@ -310,6 +310,13 @@ def test_bad_arguments_are_named(arguments, error, text):
         StreamPacker(**{"source": ROWS, "capacity": CAPACITY, **arguments})
 
 
+def test_rows_that_are_no_mappings_are_named():
+    with pytest.raises(
+        TypeError, match=r"row 0 of the stream has no list of tokens in column .*, only a list"
+    ):
+        list(StreamPacker([[1, 2]], CAPACITY))
+
+
 def test_rows_without_the_column_are_named():
     with pytest.raises(
         TypeError, match=r"row 0 of the stream has no list of tokens in column 'input_ids', only \['text'\]"
