@@ -5,7 +5,6 @@ A pure function of its arguments: no global random numbers, the same bins on eve
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack import _core
+from multipack.arguments import whole_number
 
 MAX_CAPACITY: int = _core.MAX_CAPACITY
 """Largest capacity in tokens: the packers keep tables of that many entries."""
@@ -159,21 +159,6 @@ def as_lengths(lengths: ArrayLike) -> NDArray[Any]:
             "[len(row) for row in rows]."
         )
     return array
-
-
-def whole_number(name: str, value: Any, least: int | None = None) -> int:
-    """`value` as Python's int, of whatever integer type it is: numpy's would overflow in sums and stay out of JSON.
-
-    Raises:
-        TypeError: it is no whole number.
-        ValueError: it is below `least`.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a whole number, not {value!r}.")
-    number = operator.index(value)
-    if least is not None and number < least:
-        raise ValueError(f"{name} is {number}, below {least}.")
-    return number
 
 
 def checked_capacity(capacity: int) -> int:
