@@ -128,12 +128,19 @@ def accelerator() -> Iterator[Any]:
         state._reset_state()
 
 
-def test_accelerate_4199_a_rank_aware_loader_is_not_dealt_again(accelerator: Any) -> None:
+def test_accelerate_4199_a_rank_aware_loader_is_not_dealt_again(
+    accelerator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ours(rank: int) -> DataLoader[Any]:
         sampler = DistributedBatchSampler(MultipackBatchSampler([1] * 64, 2), num_replicas=4, rank=rank)
         return DataLoader(Numbers(64), batch_sampler=sampler)
 
-    prepared = [accelerator.prepare(ours(rank)) for rank in range(4)]
+    # As on four ranks, on which accelerate deals whatever it is not kept from dealing.
+    prepared = []
+    monkeypatch.setattr(type(accelerator), "num_processes", 4)
+    for rank in range(4):
+        monkeypatch.setattr(type(accelerator), "process_index", rank)
+        prepared.append(accelerator.prepare(ours(rank)))
     batches = [[batch.tolist() for batch in loader] for loader in prepared]
     assert [len(rank) for rank in batches] == [8] * 4
     assert sorted(row for rank in batches for batch in rank for row in batch) == list(range(64))
