@@ -83,6 +83,19 @@ def test_a_window_spreads_costs_over_its_steps():
     assert steps.std() < 1.92 * plain.std()
 
 
+def test_a_window_takes_one_of_each_stratum_in_a_low_discrepancy_order():
+    # Strata 8 7 6 5 and 4 3 2 1; places 0 2 1 3 of the first, backwards in the second: every step costs 9.
+    assert deal([8, 7, 6, 5, 4, 3, 2, 1], 1, "sorted", accumulate=2, window=4).ravel().tolist() == [
+        *(0, 7),
+        *(2, 5),
+        *(1, 6),
+        *(3, 4),
+    ]
+    # Three places of a stratum are those of four, 0 2 1 3, without the fourth; a step of fewer than a window is not spread.
+    assert deal([3, 2, 1], 1, "sorted", accumulate=1, window=3).ravel().tolist() == [0, 2, 1]
+    assert deal([3, 2, 1], 1, "sorted", accumulate=1, window=4).ravel().tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -259,7 +260,8 @@ def test_rows_of_shape_one_by_length_have_that_length(tensors):
         rows = [{key: torch.tensor(value) for key, value in row.items()} for row in rows]
     batches = list(StreamPacker(rows, CAPACITY))
     assert sorted(row_ids(batch) for batch in batches) == [[0, 1], [2, 3]]
-    assert PackedCollator()(batches[0])["num_tokens"] == 60
+    batch = PackedCollator()(batches[0])
+    assert (batch["num_tokens"], batch["num_target_tokens"]) == (60, 58)
     cut = [sequence for batch in StreamPacker(rows, 20, overlong="truncate") for sequence in batch]
     assert [sequence["labels"].tolist() for sequence in cut] == [list(range(20))] * 4
 
@@ -308,6 +310,14 @@ def test_set_epoch_reaches_the_source():
 def test_bad_arguments_are_named(arguments, error, text):
     with pytest.raises(error, match=text):
         StreamPacker(**{"source": ROWS, "capacity": CAPACITY, **arguments})
+
+
+def test_worker_processes_cannot_agree_with_other_ranks(monkeypatch):
+    monkeypatch.setattr("multipack.stream.Agreement", lambda timeout: object())
+    packer = StreamPacker(ROWS, CAPACITY, num_replicas=3, rank=1)
+    monkeypatch.setattr("multipack.stream.get_worker_info", lambda: SimpleNamespace(id=0, num_workers=2))
+    with pytest.raises(ValueError, match="2 worker processes cannot agree with 3 ranks"):
+        next(iter(packer))
 
 
 def test_rows_that_are_no_mappings_are_named():
