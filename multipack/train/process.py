@@ -31,6 +31,8 @@ def process_group(timeout_s: float = 1800.0) -> Iterator[torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
+    else:  # transformers imports DeepSpeed where it is installed, which would warn that it found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         yield device
