@@ -181,19 +181,15 @@ def test_stream_finds_exact_fills_however_far_apart_the_lengths_are(capacity):
     assert len(pack(triples.ravel(), capacity, method="stream")) == 300
 
 
-@pytest.mark.parametrize("method", ["auto", "stream", "best_fit_decreasing"])
-@pytest.mark.parametrize("share_of_long", [0.5, 0.1])
-def test_a_large_capacity_with_few_lengths_costs_no_more_time(method, share_of_long):
+def test_few_lengths_far_apart_take_no_more_time():
     # One token or 0.6 of a bin: no gap ever closes, and the one token is a million empty places away.
-    is_long = np.random.default_rng(8).random(30_000) < share_of_long
-    seconds = []
-    for capacity in (4096, 1 << 22):
-        lengths = np.where(is_long, int(0.6 * capacity), 1)
-        start = time.process_time()
-        packing = pack(lengths, capacity, method=method)
-        seconds.append(time.process_time() - start)
-        assert len(packing) == is_long.sum()
-    assert seconds[1] < 1  # 0.1 are for the tables of that capacity; going through all places takes six
+    is_long = np.random.default_rng(8).random(300_000) < 0.5
+    lengths = np.where(is_long, int(0.6 * (1 << 22)), 1)
+    start = time.process_time()
+    assert len(pack(lengths, 1 << 22, method="stream")) == is_long.sum()
+    assert (
+        time.process_time() - start < 1
+    )  # of which it needs 0.05; going through the empty places takes four
 
 
 def kernel_arrays(num_rows: int):
