@@ -85,6 +85,16 @@ def test_a_folder_of_shards_is_read_in_the_order_of_names(tmp_path: Path) -> Non
     assert lengths_of(tmp_path / "a.parquet", tmp_path / "b.parquet") == LENGTHS
 
 
+def test_rows_that_are_all_empty_have_no_tokens(tmp_path: Path) -> None:
+    assert lengths_of(write_lines(tmp_path / "rows.jsonl", [{"input_ids": []}] * 2)) == [0, 0]
+
+
+def test_json_beside_other_data_describes_them(tmp_path: Path) -> None:
+    written(tmp_path, "arrow")
+    (tmp_path / "meta.json").write_text('{"version": 1}')
+    assert lengths_of(tmp_path) == LENGTHS
+
+
 def test_a_column_of_numbers_holds_the_lengths_themselves(tmp_path: Path) -> None:
     assert lengths_of(written(tmp_path, "parquet"), column="other") == LENGTHS
 
@@ -99,6 +109,8 @@ def test_a_column_of_numbers_holds_the_lengths_themselves(tmp_path: Path) -> Non
         ([{"input_ids": [1]}, {"input_ids": None}], "row 1 of column 'input_ids' is null"),
         ([{"input_ids": [1]}, {"input_ids": "a"}], "values of different kinds"),
         ([{"input_ids": [[1, 2]]}], "must hold token lists"),
+        ([{"input_ids": ["a", "b"]}], "must hold token lists"),
+        ([{"input_ids": []}, {"input_ids": []}, {"input_ids": 3}], "values of different kinds"),
         ([{"length": -3}], "row 0 has the length -3"),
         ([{"input_ids": [1]}, [2]], "line 2 is not an object"),
         ([], "holds no rows"),

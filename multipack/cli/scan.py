@@ -109,7 +109,8 @@ def _files(path: Path, split: str | None) -> list[Path]:
         raise ValueError(
             f"{path} holds no data set that save_to_disk wrote, and no file that ends with {', '.join(_SUFFIXES)}."
         )
-    return found
+    # A .json file beside other data describes them, as in the trainer's cache.
+    return [file for file in found if file.suffix != ".json"] or found
 
 
 def _splits(listing: Path) -> list[str]:
@@ -269,7 +270,7 @@ class _Reader:
             self.made_up = True
             return np.asarray(values.to_numpy(zero_copy_only=False), np.int64)
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        if is_list and not pa.types.is_nested(kind.value_type):
+        if is_list and _holds_numbers(kind.value_type):
             return np.asarray(pc.list_value_length(values).to_numpy(zero_copy_only=False), np.int64)
         is_conversation = is_list and pa.types.is_struct(kind.value_type)
         if is_conversation or pa.types.is_string(kind) or pa.types.is_large_string(kind):
@@ -296,6 +297,12 @@ class _Reader:
             )
         self.parts.append(lengths.astype(np.int64))
         self._num_rows += len(lengths)
+
+
+def _holds_numbers(kind: pa.DataType) -> bool:
+    """Also true of null, which is what JSON makes of rows that are all empty."""
+    tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
+    return any(test(kind) for test in tests)
 
 
 def _first_without(rows: Sequence[dict[str, Any]], name: str) -> int:
