@@ -121,20 +121,50 @@ def test_white_space_tokens_with_empty_offsets_stay_on_their_side() -> None:
     # A tokenizer that trims offsets gives the white space before an answer the empty range where the answer starts.
     from tokenizers import processors
 
-    tokenizer = plain_template()
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    (row,) = encode(
-        {"messages": [[TALK[1], {"role": "assistant", "content": "\n a \n"}]]}, MESSAGES, tokenizer
-    )
-    assert learnt(row, tokenizer) == "\n a \n<|end|>"
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
-        "{% for message in messages %}{{ message['role'] + (message['content'] if loop.last else '...') + '<|end|>' }}"
-        "{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
     )
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    (row,) = encode({"messages": [[TALK[1], {"role": "assistant", "content": "  a "}]]}, MESSAGES, tokenizer)
+    assert learnt(row, tokenizer) == "  a <|end|>"
+
+
+def test_a_special_token_inside_an_answer_does_not_end_it() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ '<|user|>' + message['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|user|>' }}{% endif %}"
+    )
+    (row,) = encode(
+        {"messages": [[TALK[1], {"role": "assistant", "content": "a<|end|>b"}, TALK[3]]]}, MESSAGES, tokenizer
+    )
+    assert learnt(row, tokenizer) == "a<|end|>b\n"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # every turn, only the answers (what comes before one is as it was), a prompt for the answer that the answer then lacks
+        (
+            "{% for message in messages %}{{ message['role'] + (message['content'] if loop.last else '...') + '<|end|>' }}{% endfor %}"
+            "{% if add_generation_prompt %}assistant{% endif %}"
+        ),
+        (
+            "{% for message in messages %}{{ message['role'] + ('...' if message['role'] == 'assistant' and not loop.last else "
+            "message['content']) + '<|end|>' }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+        ),
+        (
+            "{% for message in messages %}{{ message['role'] + message['content'] + '<|end|>' }}{% endfor %}"
+            "{% if add_generation_prompt %}assistant<think>{% endif %}"
+        ),
+    ],
+    ids=["all", "answers", "prompt"],
+)
+def test_a_template_that_writes_a_turn_in_two_ways_is_refused(template: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
     with pytest.raises(ValueError, match=r"row 7: the chat template writes message 2 otherwise"):
         encode({"messages": [TALK]}, MESSAGES, tokenizer, first_row=7)
     (row,) = encode({"messages": [TALK]}, MESSAGES, tokenizer, train_on_inputs=True)
