@@ -251,6 +251,7 @@ def test_forecast_is_that_of_packing_the_rows():
     assert (answer.num_bins, answer.lower_bound) == (len(packing), packing.lower_bound)
     assert answer.efficiency == pytest.approx(packing.efficiency)
     assert answer.steps(num_replicas=4, accumulate=2) == -(-len(packing) // 8)
+    assert answer.steps(4) == -(-len(packing) // 4)
 
 
 def test_forecast_of_a_hundred_billion_rows():
