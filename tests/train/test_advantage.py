@@ -86,3 +86,10 @@ def test_explained_variance():
     # Errors 0, 2, 0, 2: variance 1, so 1 - 1 / 5.
     assert explained_variance(np.array([0, 0, 4, 4], np.float32), returns) == pytest.approx(0.8)
     assert math.isnan(explained_variance(np.zeros(4, np.float32), np.ones(4, np.float32)))
+
+
+def test_whitening_keeps_small_differences_of_large_advantages():
+    # Less their mean of 16777212 2/3 they are -5/3, 7/3 and -2/3; the variance is 78/27. In 32 bits the mean would be 16777213.
+    large = np.array([16777211, 16777215, 16777212], np.float32)
+    right = np.array([-5 / 3, 7 / 3, -2 / 3]) / np.sqrt(78 / 27)
+    np.testing.assert_allclose(whiten(large), right, atol=1e-6)

@@ -85,6 +85,30 @@ def test_the_newest_are_kept(tmp_path):
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-30"
 
 
+def test_a_checkpoint_that_is_there_is_left_as_it_is(tmp_path):
+    save_checkpoint(tmp_path, 5, tensors(1.5), {}, keep=1)
+    path = save_checkpoint(tmp_path, 5, tensors(2.5), {}, keep=1)
+    found = tensors(0.0)
+    load_tensors(path, found)
+    assert found["optimizer.weight.step"] == 1.5
+
+
+def test_a_kill_while_an_old_one_is_deleted_leaves_no_half_of_it(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path, 1, tensors(1.0), {}, keep=1)
+
+    def killed(folder):
+        (folder / "state.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, 2, tensors(2.0), {}, keep=1)
+    assert [path.name for path in tmp_path.iterdir() if "partial" not in path.name] == ["checkpoint-2"]
+    save_checkpoint(tmp_path, 3, tensors(3.0), {}, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
 def test_checkpoints_of_an_attempt_that_is_undone_are_not_taken_for_the_runs_own(tmp_path, caplog):
     for step in (10, 20, 30):
         save_checkpoint(tmp_path, step, tensors(1.0), {}, keep=9)
@@ -153,6 +177,17 @@ def test_a_damaged_file_is_named_with_the_way_out(tmp_path, how, message):
     (file,) = path.glob("*.safetensors")
     damage(file, how)
     with pytest.raises(ValueError, match=f"{file.name} is damaged.*{message}.*Resume from checkpoint-1"):
+        read_state(path)
+
+
+def test_a_change_in_any_block_of_a_file_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "_BLOCK_BYTES", 16)
+    path = save_checkpoint(tmp_path, 1, tensors(1.0), {}, keep=1)
+    read_state(path)
+    (file,) = path.glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:20] + bytes([content[20] ^ 1]) + content[21:])
+    with pytest.raises(ValueError, match="another checksum"):
         read_state(path)
 
 
