@@ -310,8 +310,9 @@ SECTIONS = [
         commands=(
             Command("python -m benchmarks.main_job ppo"),
             Command(
-                "torchrun --standalone --nproc_per_node 2 benchmarks/ppo_opt_lora_dummy.py --compare --varied_prompts "
-                "--num_episodes 2 --num_collect_steps 4"
+                "torchrun --standalone --nproc_per_node 2 benchmarks/ppo_opt_lora_dummy.py --strategy colossalai_zero2 --use_kernels "
+                "--num_episodes 2 --num_collect_steps 1 --experience_batch_size 64 --train_batch_size 32 --prompt_tokens 512 "
+                "--varied_prompts --max_new_tokens 64 --compare"
             ),
         ),
     ),
