@@ -65,7 +65,7 @@ class EpochSampler(Sampler[list[int]], ABC):
 
     @property
     def newest_pass(self) -> int:
-        """Number of the pass that `advance` counts for: `begin`, and going to another epoch, make a new one."""
+        """Number of the pass that `advance` counts for: `begin`, and going anywhere else, make a new one."""
         return self._newest_pass
 
     @property
@@ -129,6 +129,7 @@ class EpochSampler(Sampler[list[int]], ABC):
         self.set_epoch(epoch)
         self._resume = self._origin = (start, micro_step)
         self._done = 0
+        self._newest_pass += 1
         if not self._has_more(start, micro_step, 0):
             self.set_epoch(epoch + 1)
 

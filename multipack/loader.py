@@ -130,7 +130,7 @@ class DataLoader(TorchDataLoader[T_co]):
             pin_memory_device=pin_memory_device,
         )
         if isinstance(batch_sampler, DistributedBatchSampler):
-            # torch made a sampler of its own there, which nobody reads, and refuses to set it from here on.
+            # torch's own, which nobody reads, may not be set from here on.
             self.__dict__["sampler"] = RankSampler(batch_sampler, dataset)
         self._draws_first = bool(num_workers)  # torch's workers take their first ids in iter()
         self._stats = LoaderStats(queue_depth=self._depth)
@@ -185,9 +185,6 @@ class DataLoader(TorchDataLoader[T_co]):
         Our samplers go on by themselves after a whole epoch; this is for others, and for going anywhere else.
         """
         self._position.set_epoch(epoch)
-        self._tell_epoch(epoch)
-
-    def _tell_epoch(self, epoch: int) -> None:
         inner = getattr(self.batch_sampler, "sampler", None)
         for target in {id(t): t for t in (self.batch_sampler, self.sampler, inner, self.dataset)}.values():
             set_epoch = getattr(target, "set_epoch", None)
@@ -211,7 +208,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         self._position.load_state_dict(state_dict)
         if state_dict.get("epoch") is not None:  # of a sampler that is not ours
-            self._tell_epoch(state_dict["epoch"])
+            self.set_epoch(state_dict["epoch"])
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -262,11 +259,9 @@ class DataLoader(TorchDataLoader[T_co]):
     def _make_feed(self) -> ProcessFeed | None:
         if not self._runs_processes:
             return None
+        has_ids = self._stream_rows is None
         return ProcessFeed(
-            super()._index_sampler,
-            self._position,
-            has_ids=self._stream_rows is None,
-            persistent=self.persistent_workers,
+            super()._index_sampler, self._position, has_ids=has_ids, persistent=self.persistent_workers
         )
 
     def _read_stream(self) -> TorchDataLoader[Any]:

@@ -271,6 +271,19 @@ def test_a_pass_read_on_after_going_to_another_epoch_does_not_count():
     assert (sampler.epoch, sampler.state_dict()["batches"]) == (3, 0)
 
 
+def test_a_pass_read_on_after_loading_a_state_does_not_count():
+    sampler = packed()
+    everything = list(sampler.begin())
+    iterator = iter(sampler)
+    next(iterator)
+    state = sampler.state_dict()
+    next(iterator)
+    sampler.load_state_dict(state)
+    next(iterator)
+    assert sampler.state_dict() == state
+    assert list(sampler) == everything[1:]
+
+
 def test_numbers_of_numpy_are_those_of_python():
     def sampler(number):
         return DistributedBatchSampler(
