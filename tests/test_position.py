@@ -293,6 +293,9 @@ def test_the_epoch_in_a_state_reaches_torchs_sampler() -> None:
     second = loader()
     second.load_state_dict(state)  # and no set_epoch
     assert numbers(second) == numbers(iterator)
+    next(iter(first))
+    first.set_epoch(4)
+    assert (first.state_dict()["epoch"], first.state_dict()["batches"]) == (4, 0)
 
 
 def test_batches_dealt_from_torchs_sampler_resume_by_epoch() -> None:
