@@ -73,3 +73,25 @@ def test_matrices_decay_and_vectors_and_frozen_ones_do_not():
     optimizer.step()
     torch.testing.assert_close(layer.weight.detach(), before[0] * (1 - 0.5 * 0.1))
     assert torch.equal(layer.bias.detach(), before[1])
+
+
+def test_a_name_is_its_rule_with_the_numbers_given():
+    spec = {"learning_rate": 0.5, "betas": (0.7, 0.8), "eps": 1e-4}
+    parameters = [torch.nn.Parameter(torch.zeros(2, 2))]
+    built = {
+        name: OptimizerSpec(name=name, **spec).build(parameters)
+        for name in ("adamw_torch", "adamw_torch_fused", "sgd")
+    }
+    for name, fused in (("adamw_torch", None), ("adamw_torch_fused", True)):
+        assert type(built[name]) is torch.optim.AdamW
+        numbers = built[name].defaults
+        assert (numbers["lr"], numbers["betas"], numbers["eps"], numbers["fused"]) == (
+            0.5,
+            (0.7, 0.8),
+            1e-4,
+            fused,
+        )
+    assert type(built["sgd"]) is torch.optim.SGD
+    assert (built["sgd"].defaults["lr"], built["sgd"].defaults["momentum"]) == (0.5, 0.7)
+    with pytest.raises(ValueError, match="no optimizer is called 'adam'"):
+        OptimizerSpec(name="adam").rule()

@@ -62,3 +62,13 @@ def test_without_actions_everything_is_zero_and_gradients_flow():
     assert [value.item() for value in sums] == [0.0] * 7
     (sums.policy + sums.value).backward()
     assert inputs["values"].grad.shape == (0,)
+
+
+def test_values_that_moved_far_either_way_are_counted():
+    zeros = torch.zeros(4)
+    sums = ppo_loss_sums(
+        logprobs=zeros, entropy=zeros, old_logprobs=zeros, advantages=zeros, returns=zeros, old_values=zeros,
+        values=torch.tensor([-1.0, -0.1, 0.1, 1.0]), clip_range=0.2, value_clip_range=0.2,
+    )  # fmt: skip
+    assert sums.value_clipped == 2
+    assert sums.clipped == 0
