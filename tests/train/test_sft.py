@@ -31,6 +31,9 @@ from transformers import (
 from multipack.train import sft
 from multipack.train.builtin_data import byte_tokenizer
 from multipack.train.checkpoint import save_checkpoint
+from multipack.train.config import load_config
+from multipack.train.model import build_model, model_config
+from multipack.train.prepare import prepare_data
 from multipack.train.process import process_group
 from multipack.train.report import RunReport
 
@@ -169,9 +172,6 @@ def test_validation_loss_is_the_mean_over_all_its_tokens(keys, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(
         Path(keys["output_dir"]) / "model", attn_implementation="eager"
     )
-    from multipack.train.config import load_config
-    from multipack.train.prepare import prepare_data
-
     rows = prepare_data(load_config(arguments(keys, val_set_size=37))).validation
     sequences = [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
     losses = torch.cat(list(sequence_losses(model, sequences)))
@@ -259,6 +259,15 @@ def test_all_rows_in_one_step_have_one_loss_and_one_gradient_however_they_are_ba
         "max_steps": 1,
     }
     (right,) = run(keys)
+    config = load_config(arguments(keys))
+    model = build_model(config, model_config(config, len(byte_tokenizer())), bf16=False)
+    model.set_attn_implementation("eager")
+    tokens = [(row["input_ids"].tolist(), row["labels"].tolist()) for row in prepare_data(config).train]
+    loss = torch.cat(list(sequence_losses(model, tokens))).mean()
+    loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    assert right["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert right["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     for more in (
         {"micro_batch_size": 3, "pad_to_sequence_len": "true", "pack_method": "next_fit"},
         {"sample_packing": "false", "micro_batch_size": 5},

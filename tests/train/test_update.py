@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tiny_llama import tiny_llama
 
 from multipack.train.actor_critic import ActorCritic
+from multipack.train.buffer import actions_of, micro_batches
 from multipack.train.engine import EngineOptions, build_engine
 from multipack.train.experience import learn_from
 from multipack.train.optim import OptimizerSpec, learning_rate_schedule
@@ -20,6 +22,7 @@ from multipack.train.process import process_group
 from multipack.train.rollouts import make_rollouts
 from multipack.train.scoring import score
 from multipack.train.update import UpdatePhase
+from multipack.train.update_plan import plan_step
 
 CONFIG = PPOConfig(micro_batch_tokens=64, num_workers=0)
 
@@ -48,9 +51,9 @@ def experience_of(engine, response_lengths):
     return learn_from(rollouts, scores, kl_coef=0.0, discount=1.0, gae_lambda=0.95)
 
 
-def updated(engine, experience, steps, schedule="constant"):
+def updated(engine, experience, steps, schedule="constant", config=CONFIG):
     schedule = learning_rate_schedule(schedule, engine.optimizer, warmup_steps=0, num_steps=9)
-    phase = UpdatePhase(engine, schedule, CONFIG, hidden_size=32, ratio_tolerance=1e-3)
+    phase = UpdatePhase(engine, schedule, config, hidden_size=32, ratio_tolerance=1e-3)
     return phase(experience, [np.array(rows) for rows in steps], Phases())
 
 
@@ -86,6 +89,37 @@ def test_the_learning_rate_is_that_of_the_last_step(engine):
     # Linear from 0.1 over 9 steps: the third step is taken at 7/9 of it.
     result = updated(engine, experience_of(engine, [4, 3]), [[0, 1]] * 3, schedule="linear")
     assert result.learning_rate == pytest.approx(0.1 * 7 / 9)
+
+
+def test_the_first_step_follows_the_weighted_objective(engine):
+    # At ratio 1 nothing is clipped: the mean over actions of -advantage * ratio + 0.3 * half the squared error - 0.2 * entropy.
+    experience = experience_of(engine, [4, 6])
+    plan = plan_step(
+        experience.rollouts.lengths, np.arange(2), micro_batch_tokens=64, num_replicas=1, hidden_size=32
+    )
+    (batch,) = micro_batches(experience.dataset(), [plan], 0, 0, engine.device)
+    actions = actions_of(batch)
+    scores = engine.module(*actions)
+    advantages, returns = (batch[name][0, actions.positions + 1] for name in ("advantages", "returns"))
+    losses = -advantages * scores.logprobs + 0.15 * (scores.values - returns) ** 2 - 0.2 * scores.entropy
+    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(losses.mean(), list(trained.values()))
+    right = {name: p.detach() - 0.1 * g for (name, p), g in zip(trained.items(), gradients, strict=True)}
+    updated(engine, experience, [[0, 1]], config=replace(CONFIG, value_coef=0.3, entropy_coef=0.2))
+    for name, parameter in trained.items():
+        torch.testing.assert_close(parameter.detach(), right[name], atol=1e-6, rtol=0, msg=name)
+
+
+def test_losses_are_means_and_the_norm_is_the_largest_of_the_steps(engine):
+    experience = experience_of(engine, [4, 6])
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    first, second = (updated(engine, experience, [[row]]) for row in (0, 1))
+    assert first.grad_norm != pytest.approx(second.grad_norm, rel=0.01)
+    for steps in ([[0], [1]], [[1], [0]]):
+        both = updated(engine, experience, steps)
+        assert both.value_loss == pytest.approx((first.value_loss + second.value_loss) / 2)
+        assert both.grad_norm == pytest.approx(max(first.grad_norm, second.grad_norm))
 
 
 def test_a_better_action_becomes_likelier(engine):
