@@ -191,7 +191,6 @@ class Stopping:
         {"num_workers": 1},
         {"num_workers": 3},
         {"num_workers": 2, "worker_type": "process"},
-        {"num_workers": 2, "worker_type": "process", "persistent_workers": True},
     ],
 )
 @pytest.mark.parametrize("where", ["row", "collator", "sampler"])
