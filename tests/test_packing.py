@@ -152,16 +152,23 @@ def test_plans_are_the_same_on_every_platform():
     # Written down once; a change means that saved positions no longer fit.
     short = [(7 * i * i + 3 * i) % 97 + 1 for i in range(500)]
     sparse = [(7919 * i * i + 31 * i) % 70_001 + 1 for i in range(500)]
-    for lengths, capacity, expected in (short, 128, SHORT_SUMS), (sparse, 100_000, SPARSE_SUMS):
-        sums = {
-            m: int(np.dot(pack(lengths, capacity, method=m, seed=9).indices.astype(np.int64), np.arange(500)))
-            for m in METHODS
-        }
-        assert sums == expected
+    # So many that the budget of the searches runs out and comes back.
+    many = [(7919 * i * i + 31 * i) % 2600 + 1 for i in range(20_000)]
+    for lengths, capacity, expected in (short, 128, SHORT), (sparse, 100_000, SPARSE), (many, 4096, MANY):
+        rows = np.arange(len(lengths))
+        packings = {method: pack(lengths, capacity, method=method, seed=9) for method in METHODS}
+        assert {m: int(packing.indices @ rows) for m, packing in packings.items()} == expected
 
 
-SHORT_SUMS = {"auto": 30876752, "stream": 41120472, "best_fit_decreasing": 31369927, "next_fit": 41541750}
-SPARSE_SUMS = {"auto": 31136709, "stream": 41135427, "best_fit_decreasing": 30566906, "next_fit": 41541750}
+# The sum over all positions of position times row.
+SHORT = {"auto": 30876752, "stream": 41120472, "best_fit_decreasing": 31369927, "next_fit": 41541750}
+SPARSE = {"auto": 31136709, "stream": 41135427, "best_fit_decreasing": 30566906, "next_fit": 41541750}
+MANY = {
+    "auto": 2663625441543,
+    "stream": 2663625441543,
+    "best_fit_decreasing": 1997930631490,
+    "next_fit": 2666466670000,
+}
 
 
 def test_a_packing_keeps_its_lengths_when_the_callers_change():
