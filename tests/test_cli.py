@@ -222,6 +222,23 @@ def test_balance_worked_out_by_hand() -> None:
     assert all(b.once_a_step <= b.every_micro_step + 1e-12 for b in found.values())
 
 
+def test_a_last_optimizer_step_that_is_not_full_counts() -> None:
+    # Three bins of 10 on one rank, two a step.
+    steps = inspect(np.full(3, 10), Question(capacity=10, accumulate=2)).steps
+    assert (steps.micro_steps, steps.optimizer_steps, steps.tokens_per_optimizer_step) == (3, 2, 15.0)
+
+
+def test_an_interrupt_ends_quietly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("multipack.cli.commands.scan", interrupted)
+    assert main(["inspect", str(tmp_path), "--capacity", "8"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_one_rank_waits_for_nobody() -> None:
     assert inspect(np.array(LENGTHS), Question(capacity=10)).balance == ()
 
@@ -280,7 +297,7 @@ def test_bench_measures_each_number_of_threads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     path = written(tmp_path, kind)
-    arguments = ["--capacity", "10", "--seconds", "0.05", "--step-ms", "1", "--workers", "0", "1"]
+    arguments = ["--capacity", "10", "--seconds", "0.05", "--step-ms", "20", "--workers", "0", "1"]
     assert main(["bench", str(path), *arguments, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert ("random tokens" in answer["tokens"]) == (kind == "npy")
@@ -288,7 +305,7 @@ def test_bench_measures_each_number_of_threads(
     for row in answer["measured"]:
         assert row["batches_per_second"] > 0
         assert row["shortest_step_ms"] == pytest.approx(1e3 / row["batches_per_second"])
-        assert 0 <= row["wait_share"] < 1
+        assert 0 <= row["wait_share"] < 0.5  # flat out, without the step, waiting is nearly all there is
 
 
 @pytest.mark.parametrize("width", [50, 78, 79, 80])
