@@ -209,6 +209,8 @@ def _call_packer(
     name = getattr(packer, "__name__", type(packer).__name__)
     raw_offsets, raw_indices = packer(lengths, capacity)
     offsets, indices = np.asarray(raw_offsets), np.asarray(raw_indices)
+    if lengths.size == indices.size == 0:
+        indices = indices.astype(np.int64)  # an empty list has no type of its own
     if (
         offsets.dtype.kind not in "iu"
         or indices.dtype.kind not in "iu"

@@ -372,8 +372,8 @@ def test_a_packer_of_the_users_own_must_keep_the_limit():
         pack([1] * 5, 8, method=lambda lengths, capacity: ([0, 2, 5], range(5)), max_sequences_per_bin=2)
 
 
-def test_a_packer_of_the_users_own_may_have_nothing_to_pack():
-    nothing = np.array([], int)
+@pytest.mark.parametrize("nothing", [[], np.array([], int)])
+def test_a_packer_of_the_users_own_may_have_nothing_to_pack(nothing):
     assert len(pack([], 8, method=lambda lengths, capacity: ([0], nothing))) == 0
 
 
