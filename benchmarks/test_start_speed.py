@@ -4,13 +4,14 @@
 
 100,000 memory-mapped rows of log-normal lengths, bins of 65,536 tokens; imports are done. Rivals get their rows as tensors, which
 their collator takes faster than lists. Starting counts the planning of the epoch; trl packs by writing the rows anew. Resuming starts
-from a saved position after 100 batches of an epoch whose bins are known to the rivals; the batch that comes first is checked against
-that of a run never stopped.
+from a saved position after 100 batches of an epoch whose bins the rivals are given; ours is measured with those bins as well as with
+planning the epoch anew. The batch that comes first is checked against that of a run never stopped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -27,7 +28,7 @@ from trl import pack_dataset
 from benchmarks.loading_rivals import Workload, assert_same_batch, workload
 from benchmarks.rivals import trl_collator
 from benchmarks.workloads import CAPACITY
-from multipack import packed_dataloader
+from multipack import DataLoader, PackedCollator, TokenDataset, packed_dataloader
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the rivals' own
 DONE = 100
@@ -82,33 +83,23 @@ def test_first_batch(benchmark: Any, data: Workload, name: str) -> None:
     benchmark.pedantic(start, (data,), rounds=rounds)
 
 
-def resume_ours(data: Workload) -> Callable[[], Any]:
-    loader = our_loader(data)
+def our_loader_of_bins(data: Workload) -> Any:
+    return DataLoader(TokenDataset(data.rows), batch_sampler=data.bins, collate_fn=PackedCollator())
+
+
+def stateful_loader(data: Workload) -> Any:
+    return StatefulDataLoader(data.tensor_rows, batch_sampler=data.bins, collate_fn=trl_collator())
+
+
+def resume_by_state(make: Callable[[Workload], Any], data: Workload) -> Callable[[], Any]:
+    loader = make(data)
     batches = iter(loader)
     for _ in range(DONE):
         next(batches)
     state = loader.state_dict()
 
     def resume() -> Any:
-        again = our_loader(data)
-        again.load_state_dict(state)
-        return next(iter(again))
-
-    return resume
-
-
-def resume_stateful(data: Workload) -> Callable[[], Any]:
-    def make() -> StatefulDataLoader:
-        return StatefulDataLoader(data.tensor_rows, batch_sampler=data.bins, collate_fn=trl_collator())
-
-    loader = make()
-    batches = iter(loader)
-    for _ in range(DONE):
-        next(batches)
-    state = loader.state_dict()
-
-    def resume() -> Any:
-        again = make()
+        again = make(data)
         again.load_state_dict(state)
         return next(iter(again))
 
@@ -130,8 +121,9 @@ def resume_by_reading(data: Workload) -> Callable[[], Any]:
 
 
 RESUMES: dict[str, tuple[Callable[[Workload], Callable[[], Any]], int]] = {
-    "multipack, planning included": (resume_ours, 10),
-    "StatefulDataLoader, trl's collator": (resume_stateful, 5),
+    "multipack": (partial(resume_by_state, our_loader_of_bins), 10),
+    "multipack, planning included": (partial(resume_by_state, our_loader), 10),
+    "StatefulDataLoader, trl's collator": (partial(resume_by_state, stateful_loader), 5),
     "accelerate skip_first_batches, trl's collator": (resume_accelerate, 5),
     "torch DataLoader, read and dropped, trl's collator": (resume_by_reading, 1),
 }

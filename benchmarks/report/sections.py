@@ -254,7 +254,7 @@ SECTIONS = [
         title="First batch and resuming",
         method=(
             "100,000 memory-mapped rows, bins of 65,536 tokens, after imports. The first batch includes planning the epoch; trl packs by writing "
-            "the rows anew. Resuming goes to the 101st batch of an epoch; rivals are given its bins and rows as tensors, ours plans them."
+            "the rows anew. Resuming goes to the 101st batch of an epoch, whose bins the rivals are given, and rows as tensors; ours is measured with those bins, too."
         ),
         commands=(pinned("python -m pytest benchmarks/test_start_speed.py -q -s"),),
         plots=(
@@ -283,7 +283,7 @@ SECTIONS = [
             Command(
                 "python -m benchmarks.throughput --simulate-step 20 --engines zero2 --rounds {rounds} --steps 15"
             ),
-            Command("python -m benchmarks.throughput --engines '1 rank' zero2 --rounds {rounds} --steps 4"),
+            Command("python -m benchmarks.throughput --engines '1 rank' zero2 --rounds {rounds} --steps 12"),
         ),
         plots=(
             Plot(
