@@ -32,10 +32,9 @@ STYLE: dict[str, Any] = {
     "axes.labelcolor": "#374151",
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
     "figure.dpi": 140,
+    "figure.titlesize": 12,
+    "figure.titleweight": "bold",
     "font.size": 10,
     "grid.color": "#e5e7eb",
     "legend.frameon": False,
@@ -49,7 +48,7 @@ def save_plot(path: Path, title: str, draw: Draw, table: Table) -> None:
         figure, axes = plt.subplots(figsize=(8.4, 3.9), layout="constrained")
         try:
             draw(axes, table)
-            axes.set_title(title, pad=10)
+            figure.suptitle(title, x=0.01, horizontalalignment="left")
             figure.savefig(path)
         finally:
             plt.close(figure)
