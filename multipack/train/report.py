@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from multipack.train.metrics import StepMetrics, merge
 from multipack.train.plot import plot_run
+from multipack.train.step_lines import keep_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,14 +35,7 @@ class MetricsLog:
     def __init__(self, folder: str | Path, *, first_step: int = 0) -> None:
         self.path = Path(folder) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = (
-            [line for line in _lines(self.path) if json.loads(line)["step"] <= first_step]
-            if first_step
-            else []
-        )
-        partial = self.path.with_suffix(".partial")  # a kill here must not take the lines that are kept
-        partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        partial.replace(self.path)
+        keep_steps(self.path, first_step)
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=first_step + 1)
 
@@ -172,10 +166,3 @@ class RunReport:
         if self._mfu_of_a_token is not None:
             values["mfu"] = self._mfu(joined)
         self._log.write("train", joined.step, values)
-
-
-def _lines(path: Path) -> list[str]:
-    """Whole lines of a file that a killed process may have left with half a line; none if there is no file."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from multipack.train.step_lines import keep_steps
+
 
 class RowLog:
     """`rows/rank-R.jsonl`: a line `{"step": ..., "rows": [...]}` for each step of this rank.
@@ -24,7 +26,7 @@ class RowLog:
         if dist.get_rank() == 0:
             rows.mkdir(parents=True, exist_ok=True)
             for path in rows.glob("rank-*.jsonl"):
-                _keep_steps(path, first_step)
+                keep_steps(path, first_step)
         dist.barrier()
         self._file = (rows / f"rank-{dist.get_rank()}.jsonl").open("a", encoding="utf-8", buffering=1)
 
@@ -36,14 +38,3 @@ class RowLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _keep_steps(path: Path, last: int) -> None:
-    whole = path.read_text(encoding="utf-8").split("\n")[:-1]  # a kill may have left half a line
-    partial = path.with_suffix(
-        ".partial"
-    )  # a kill while lines are dropped must not take the others with them
-    partial.write_text(
-        "".join(line + "\n" for line in whole if json.loads(line)["step"] <= last), encoding="utf-8"
-    )
-    partial.replace(path)
