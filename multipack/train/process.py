@@ -36,15 +36,20 @@ def process_group(timeout_s: float = 1800.0) -> Iterator[torch.device]:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         yield device
-        dist.barrier()
-        dist.destroy_process_group()
-        time.sleep(_FAREWELL_S)
+        leave_process_group()
         return
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def leave_process_group() -> None:
+    """Leave the group once all ranks are here, and give gloo the moment it needs. All ranks together, before the process ends."""
+    dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(_FAREWELL_S)
 
 
 def sum_over_ranks(*counts: int) -> list[int]:

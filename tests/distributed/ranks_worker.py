@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from multipack import (
     packed_dataloader,
 )
 from multipack.distributed import check_agreement
+from multipack.train.process import leave_process_group
 
 NUM_ROWS = 203
 
@@ -76,9 +76,7 @@ def main(folder: Path) -> None:
     except ValueError as error:
         answer["disagreement"] = str(error)
     (folder / f"{rank}.json").write_text(json.dumps(answer))
-    dist.barrier()
-    dist.destroy_process_group()
-    time.sleep(0.5)  # gloo's threads abort an interpreter that ends before they do
+    leave_process_group()
 
 
 def read_stream(rows: list[list[int]], tail: str) -> list[list[int]]:

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,23 @@ from rows import (
 )
 from tiny_llama import tiny_llama
 
+from multipack.train.process import leave_process_group
+
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 Answer = dict[str, Any]
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def accumulate(accelerator: Any, model: Any, optimizer: Any, batch: Any) -> bool:
+    """One batch as accelerate's users accumulate it; whether it ended an optimizer step."""
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        return bool(accelerator.sync_gradients)
 
 
 def accelerate_cell(folder: Path) -> Answer:
@@ -57,11 +67,7 @@ def accelerate_cell(folder: Path) -> Answer:
         synchronised = []
         for batch in loader:
             seen.append(look(batch))
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-                synchronised.append(accelerator.sync_gradients)
+            synchronised.append(accumulate(accelerator, model, optimizer, batch))
             if len(seen) == save_after:
                 accelerator.save_state(str(folder / f"accelerate{RANKS}"))
         return seen, synchronised
@@ -110,11 +116,7 @@ def accelerate_stream_cell(folder: Path) -> Answer:
     seen, synchronised = [], []
     for batch in prepared:
         seen.append(look(batch))
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-            synchronised.append(accelerator.sync_gradients)
+        synchronised.append(accumulate(accelerator, model, optimizer, batch))
     return {"seen": seen, "plain": [look(batch) for batch in loader()], "synchronised": synchronised}
 
 
@@ -393,9 +395,7 @@ def main(folder: Path, names: list[str]) -> None:
         answers[name] = CELLS[name](folder)
     (folder / f"rank{RANK}of{RANKS}.json").write_text(json.dumps(answers))
     if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-        time.sleep(0.5)  # gloo's threads abort an interpreter that ends before they do
+        leave_process_group()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging.handlers
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from multipack.train.exchange import gather_counts, gather_ragged
 from multipack.train.metrics import StepMetrics
 from multipack.train.optim import OptimizerSpec
 from multipack.train.ppo_sizes import PPOSizes
+from multipack.train.process import leave_process_group
 from multipack.train.prompts import deal_prompts
 from multipack.train.stop import StopOnSigterm
 from multipack.train.windows import Window
@@ -119,9 +119,7 @@ def main(folder: Path) -> None:
     evaluate.logger.addHandler(warnings)
     answer["nothing"] = [*evaluated([(0.0, 0)]), [record.levelname for record in warnings.buffer]]
     (folder / f"{rank}.json").write_text(json.dumps(answer))
-    dist.barrier()
-    dist.destroy_process_group()
-    time.sleep(0.5)  # gloo's threads abort an interpreter that ends before they do
+    leave_process_group()
 
 
 if __name__ == "__main__":
