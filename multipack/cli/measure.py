@@ -6,7 +6,7 @@ One rule: every figure comes from the loader that training uses, over the user's
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from multipack.cli.scan import Scanned, data_files
+from multipack.cli.scan import Progress, Scanned, data_files
 from multipack.dataset import TokenDataset
 from multipack.loader import DataLoader, packed_dataloader
 from multipack.overlong import Overlong
@@ -65,7 +65,7 @@ def measure(
     workers: Sequence[int],
     step_ms: float,
     seconds: float,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
 ) -> list[Measured]:
     """Run the loader flat out and behind steps of `step_ms`, `seconds` each, for every number of threads."""
 

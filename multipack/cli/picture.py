@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from multipack.cli.inspection import Inspection
-from multipack.overlong import apply_overlong
+from multipack.cli.words import counted
 
 _INK, _BLUE, _ORANGE, _GREEN, _GREY, _RED = "#22303c", "#2f6fb0", "#d9822b", "#3a8f5c", "#9aa5b1", "#c0392b"
 _SHADES = ("#1f4e79", "#2f6fb0", "#5b93c9", "#8db6dd")
@@ -86,7 +86,7 @@ def _lengths(axis: Axes, found: Inspection) -> None:
     share.spines[:].set_visible(False)
     axis.set_xlabel("tokens of a row", color=_INK, fontsize=9)
     over = f", {found.rows.overlong:,} above the capacity" if found.rows.overlong else ""
-    _dress(axis, f"{_counted(found.rows.rows, 'row')} by length{over}")
+    _dress(axis, f"{counted(found.rows.rows, 'row')} by length{over}")
 
 
 def _edges(shortest: int, longest: int) -> NDArray[np.int64]:
@@ -99,14 +99,13 @@ def _edges(shortest: int, longest: int) -> NDArray[np.int64]:
 def _padded(axis: Axes, found: Inspection) -> None:
     """Random padded batches, each laid flat: what the model computes for about the tokens of a packed batch."""
     question, size = found.question, found.padded.rows_per_batch
-    usable = apply_overlong(found.lengths, question.capacity, question.overlong).lengths
     rng = np.random.default_rng(question.seed)
     for y in range(_BARS):
-        lengths = rng.choice(usable, size).astype(np.int64)
+        lengths = rng.choice(np.asarray(found.plan.lengths), size).astype(np.int64)
         _bar(axis, y, lengths, np.arange(size) * lengths.max(), int(size * lengths.max()))
     _dress(
         axis,
-        f"padded batches of {_counted(size, 'row')}, laid flat: {found.padded.padding_share:.1%} padding",
+        f"padded batches of {counted(size, 'row')}, laid flat: {found.padded.padding_share:.1%} padding",
     )
 
 
@@ -122,7 +121,7 @@ def _packed(axis: Axes, found: Inspection) -> None:
             _bar(axis, y, np.concatenate(lengths), np.concatenate(starts), slots)
     _dress(
         axis,
-        f"packed batches, the first of {_counted(found.bins.bins, 'bin')}: {found.bins.efficiency:.2%} full",
+        f"packed batches, the first of {counted(found.bins.bins, 'bin')}: {found.bins.efficiency:.2%} full",
     )
 
 
@@ -183,12 +182,8 @@ def _balance(axis: Axes, found: Inspection) -> None:
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     axis.legend(loc="upper right", frameon=False, fontsize=8)
     question = found.question
-    batches = "1 batch" if question.accumulate == 1 else f"{question.accumulate:,} batches"
+    batches = counted(question.accumulate, "batch", "batches")
     _dress(axis, f"time lost to the slowest of {question.ranks:,} ranks, {batches} a step")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _dress(axis: Any, title: str) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from multipack.cli.inspection import Inspection
 from multipack.cli.measure import Measured
+from multipack.cli.words import counted
 
 
 def show(found: Inspection, source: str, console: Console) -> None:
@@ -98,9 +99,9 @@ def _bins(found: Inspection) -> Table:
 
 def _steps(found: Inspection) -> Table:
     question, steps = found.question, found.steps
-    ranks = "1 rank" if question.ranks == 1 else f"{question.ranks:,} ranks"
+    ranks, batches = counted(question.ranks, "rank"), counted(question.accumulate, "batch", "batches")
     table = _table(
-        f"An epoch on {ranks}, {question.bins_per_batch} x {question.capacity:,} tokens a batch, {_batches(question.accumulate)} a step"
+        f"An epoch on {ranks}, {question.bins_per_batch} x {question.capacity:,} tokens a batch, {batches} a step"
     )
     table.add_row("batches a rank", f"{steps.micro_steps:,}", "the same on every rank")
     table.add_row("optimizer steps", f"{steps.optimizer_steps:,}")
@@ -108,13 +109,9 @@ def _steps(found: Inspection) -> Table:
     return table
 
 
-def _batches(number: int) -> str:
-    return "1 batch" if number == 1 else f"{number:,} batches"
-
-
 def _padded(found: Inspection) -> Table:
     padded = found.padded
-    rows = "1 row" if padded.rows_per_batch == 1 else f"{padded.rows_per_batch:,} rows"
+    rows = counted(padded.rows_per_batch, "row")
     table = _table(f"Against random batches of {rows}, padded to the longest")
     table.add_row(
         "slots that hold padding",
