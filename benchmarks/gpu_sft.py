@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.real_lengths import LENGTH_QUANTILES
 from benchmarks.throughput import report
 from benchmarks.throughput_cells import run
-from benchmarks.throughput_settings import LENGTH_QUANTILES, Settings
+from benchmarks.throughput_settings import Settings
 from multipack import PackedCollator, PaddedCollator, TokenDataset
 from multipack.integrations.attention import ATTENTION, model_inputs, stock_attention
 from multipack.train.process import process_group

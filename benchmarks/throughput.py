@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.throughput_settings import LENGTH_QUANTILES, Settings
+from benchmarks.real_lengths import LENGTH_QUANTILES
+from benchmarks.throughput_settings import Settings
 
 ENGINES = ("1 rank", "zero1", "zero2", "zero2 + offload", "zero3")
 TINY_LLAMA = {

@@ -25,7 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from benchmarks.throughput_settings import LENGTH_QUANTILES, Settings
+from benchmarks.length_sets import from_quantiles
+from benchmarks.real_lengths import LENGTH_QUANTILES
+from benchmarks.throughput_settings import Settings
 from multipack import TokenDataset, packed_dataloader
 from multipack.integrations.attention import ATTENTION
 from multipack.train.engine import EngineOptions, build_engine
@@ -40,12 +42,10 @@ IGNORE_INDEX = -100
 
 def rows_of(settings: Settings, folder: Path) -> datasets.Dataset:
     """Memory-mapped rows of random tokens with real lengths; the first third of each row is no target."""
-    rng = np.random.default_rng(0)
-    lengths = np.interp(
-        rng.random(settings.num_rows), np.linspace(0, 1, len(LENGTH_QUANTILES)), LENGTH_QUANTILES
-    ).astype(np.int64)
+    lengths = from_quantiles(LENGTH_QUANTILES, settings.num_rows, settings.sequence_len)
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    tokens = rng.integers(5, settings.model.get("vocab_size", 512), offsets[-1], dtype=np.int32)
+    vocab_size = settings.model.get("vocab_size", 512)
+    tokens = np.random.default_rng(1).integers(5, vocab_size, offsets[-1], dtype=np.int32)
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     labels = np.where(position < np.repeat(lengths // 3, lengths), np.int32(IGNORE_INDEX), tokens)
     columns = {

@@ -5,31 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# Every twentieth part of the lengths of 2,017 rows of code_alpaca_2k (instruction, input and output, tokenised).
-LENGTH_QUANTILES = [
-    22,
-    38,
-    42,
-    47,
-    52,
-    57,
-    62,
-    67,
-    72,
-    78,
-    84,
-    91,
-    98,
-    105,
-    114,
-    123,
-    134,
-    149,
-    169,
-    209,
-    581,
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
