@@ -15,7 +15,7 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,7 +61,7 @@ def rows_of(count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.zeros(offsets[-1], np.int32), offsets
 
 
-def batches() -> Iterator[None]:
+def batches() -> Generator[None, None, None]:
     """One batch after the other of a data set of a million rows, 120,000 batches an epoch."""
     loader = packed_dataloader(rows_of(1_000_000), CAPACITY, num_workers=1, rank=0, num_replicas=1)
     while True:
@@ -69,7 +69,7 @@ def batches() -> Iterator[None]:
             yield
 
 
-def epochs() -> Iterator[None]:
+def epochs() -> Generator[None, None, None]:
     """One epoch after the other of a data set of 24 rows, with two threads each."""
     loader = packed_dataloader(rows_of(24), CAPACITY, num_workers=2, rank=0, num_replicas=1)
     while True:
@@ -78,7 +78,7 @@ def epochs() -> Iterator[None]:
         yield
 
 
-def restarts() -> Iterator[None]:
+def restarts() -> Generator[None, None, None]:
     """One loader after the other, each begun from the state of the last and stopped after three batches, with some in its queue."""
     rows = rows_of(2000)
     state = None
@@ -92,7 +92,7 @@ def restarts() -> Iterator[None]:
         yield
 
 
-def watch(work: Iterator[None], count: int, seconds: float) -> tuple[Watch, float]:
+def watch(work: Generator[None, None, None], count: int, seconds: float) -> tuple[Watch, float]:
     """Do `count` units of work, or as many as the time allows; returns what was seen and the seconds it took."""
     next(work)
     gc.collect()
@@ -107,7 +107,7 @@ def watch(work: Iterator[None], count: int, seconds: float) -> tuple[Watch, floa
         for _ in itertools.islice(work, min(20, count - done)):
             done += 1
     seen.sample(done)
-    work.close()  # type: ignore[attr-defined]
+    work.close()
     return seen, time.monotonic() - started
 
 

@@ -230,10 +230,10 @@ class _Reader:
             yield block
 
     def _array(self, text: bytes) -> list[dict[str, Any]]:
-        rows = json.loads(text)
+        rows: list[dict[str, Any]] = json.loads(text)
         if not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"{self._path} is an array of something other than rows: each must be {{...}}.")
-        return rows  # type: ignore[no-any-return]
+        return rows
 
     def _rows(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines):
