@@ -194,10 +194,13 @@ def ranks(rounds: int) -> None:
         rows.append(
             [
                 f"{num_replicas:,}",
-                *(f"{1e3 * seconds(first_batch(mode), rounds)[0]:.2f}" for mode in ("none", "sorted", "lpt")),
+                *(
+                    f"{1e3 * seconds(first_batch(mode), rounds)[0]:.2f}"
+                    for mode in ("none", "micro_step", "step")
+                ),
                 *(
                     f"{1e3 * seconds(partial(deal, step, num_replicas, mode), rounds)[0]:.3f}"
-                    for mode in ("sorted", "lpt")
+                    for mode in ("micro_step", "step")
                 ),
             ]
         )

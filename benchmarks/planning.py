@@ -41,7 +41,7 @@ from multipack import (
     forecast,
     pack,
 )
-from multipack.balance import loss_of_balance
+from multipack.order.balance import loss_of_balance
 
 LEFT_OUT = "Left out: needs the lengths and instances of the folder `shared` beside the checkout, which is not there."
 
@@ -265,15 +265,15 @@ def balance() -> None:
         losses = {
             mode: np.mean(
                 [
-                    loss_of_balance(g, deal(g, ranks, mode), meet_every_micro_step=mode != "lpt")
+                    loss_of_balance(g, deal(g, ranks, mode), meet_every_micro_step=mode != "step")
                     for g in groups
                 ]
             )
-            for mode in ("none", "sorted", "lpt")
+            for mode in ("none", "micro_step", "step")
         }
-        best, _ = seconds(partial(deal, groups[0], ranks, "lpt"))
+        best, _ = seconds(partial(deal, groups[0], ranks, "step"))
         print(
-            f"| {ranks}, {accumulate} | {losses['none']:.4f} | {losses['sorted']:.4f} | {losses['lpt']:.5f} | {1e3 * best:.2f} |"
+            f"| {ranks}, {accumulate} | {losses['none']:.4f} | {losses['micro_step']:.4f} | {losses['step']:.5f} | {1e3 * best:.2f} |"
         )
 
 
@@ -284,7 +284,7 @@ from multipack import DistributedBatchSampler, MultipackBatchSampler
 answer = {}
 for ranks, accumulate in ((1, 192), (3, 64), (8, 24), (64, 3)):
     samplers = [DistributedBatchSampler(MultipackBatchSampler(heavy_tail(60_000), 32768), num_replicas=ranks, rank=r,
-                                        accumulate=accumulate, balance="sorted") for r in range(ranks)]
+                                        accumulate=accumulate, balance="micro_step") for r in range(ranks)]
     steps = []
     batches = [list(s.begin()) for s in samplers]
     for i in range(0, len(batches[0]), accumulate):

@@ -16,26 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multipack.collate import PaddedCollator
-from multipack.dataset import TokenDataset
+from multipack.data.collate import PaddedCollator
+from multipack.data.dataset import TokenDataset
 from multipack.integrations.attention import model_inputs, stock_attention
-from multipack.loader import DataLoader
-from multipack.train.actor_critic import ActorCritic, Scores
-from multipack.train.buffer import actions_of, micro_batches
+from multipack.loading.loader import DataLoader
 from multipack.train.engine import Engine
-from multipack.train.experience import Experience
-from multipack.train.generate import sequence_uniforms
 from multipack.train.loss import IGNORE_INDEX
 from multipack.train.optim import learning_rate_schedule
-from multipack.train.phases import Phases
-from multipack.train.ppo_config import PPOConfig
-from multipack.train.ppo_loss import ppo_loss_sums
-from multipack.train.ppo_sizes import PPOSizes
-from multipack.train.ppo_trainer import PPOTrainer
-from multipack.train.prompts import deal_prompts
-from multipack.train.tasks import Task
-from multipack.train.update import UpdatePhase
-from multipack.train.update_plan import plan_step, step_rows
+from multipack.train.ppo.actor_critic import ActorCritic, Scores
+from multipack.train.ppo.buffer import actions_of, micro_batches
+from multipack.train.ppo.config import PPOConfig
+from multipack.train.ppo.experience import Experience
+from multipack.train.ppo.generate import sequence_uniforms
+from multipack.train.ppo.loss import ppo_loss_sums
+from multipack.train.ppo.phases import Phases
+from multipack.train.ppo.prompts import deal_prompts
+from multipack.train.ppo.sizes import PPOSizes
+from multipack.train.ppo.tasks import Task
+from multipack.train.ppo.trainer import PPOTrainer
+from multipack.train.ppo.update import UpdatePhase
+from multipack.train.ppo.update_plan import plan_step, step_rows
 
 
 class EitherWay(ActorCritic):

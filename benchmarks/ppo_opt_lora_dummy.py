@@ -34,19 +34,19 @@ from transformers import OPTConfig
 
 import multipack
 from multipack.distributed import rank_and_world_size
-from multipack.train.collect import collect
-from multipack.train.experience import Experience, learn_from
-from multipack.train.phases import Phases
-from multipack.train.ppo import ppo_sizes
-from multipack.train.ppo_config import PPOConfig
-from multipack.train.ppo_model import build_actor_critic
-from multipack.train.ppo_sizes import PPOSizes
-from multipack.train.ppo_trainer import PPOTrainer
+from multipack.train.ppo.collect import collect
+from multipack.train.ppo.config import PPOConfig
+from multipack.train.ppo.experience import Experience, learn_from
+from multipack.train.ppo.main import ppo_sizes
+from multipack.train.ppo.model import build_actor_critic
+from multipack.train.ppo.phases import Phases
+from multipack.train.ppo.prompts import deal_prompts
+from multipack.train.ppo.scoring import score
+from multipack.train.ppo.sizes import PPOSizes
+from multipack.train.ppo.tasks import Task
+from multipack.train.ppo.trainer import PPOTrainer
 from multipack.train.process import process_group
-from multipack.train.prompts import deal_prompts
-from multipack.train.scoring import score
 from multipack.train.sft import engine_options
-from multipack.train.tasks import Task
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {

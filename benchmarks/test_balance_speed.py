@@ -17,13 +17,13 @@ import pytest
 from benchmarks.balance_rivals import Costs, Dealt, heap_longest_first, karmarkar_karp
 from benchmarks.length_sets import heavy_tail
 from multipack import EpochPlan, batch_cost, deal
-from multipack.balance import loss_of_balance
+from multipack.order.balance import loss_of_balance
 
 RANKS, ACCUMULATE = 64, 16
 
 DEALERS: dict[str, Callable[[Costs], Dealt]] = {
-    "multipack lpt": lambda costs: deal(costs, RANKS, "lpt"),
-    "multipack sorted": lambda costs: deal(costs, RANKS, "sorted"),
+    "multipack lpt": lambda costs: deal(costs, RANKS, "step"),
+    "multipack sorted": lambda costs: deal(costs, RANKS, "micro_step"),
     "in turn": lambda costs: deal(costs, RANKS, "none"),
     "longest first with a heap": lambda costs: heap_longest_first(costs, RANKS),
     "Karmarkar-Karp": lambda costs: karmarkar_karp(costs, RANKS),

@@ -44,7 +44,7 @@ trainer = PackedTrainer(
     train_dataset=rows,
     eval_dataset=rows.select(range(20)),
     capacity=128,
-    packing={"balance": "lpt"},
+    packing={"balance": "step"},
 )
 trainer.train()
 print(f"{trainer.state.global_step} steps, evaluation {trainer.evaluate()['eval_loss']:.3f}")

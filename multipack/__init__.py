@@ -11,17 +11,17 @@ except ImportError as error:
         "installed otherwise is found only from outside the checkout."
     ) from error
 
-from multipack.balance import batch_cost, deal
-from multipack.collate import PackedCollator, PaddedCollator
-from multipack.dataset import Selection, TokenDataset
-from multipack.loader import DataLoader, packed_dataloader
-from multipack.micro_batches import MicroBatch, split_micro_batches
-from multipack.packing import Packing, lower_bound, pack
-from multipack.plan import EpochPlan, Forecast, forecast
-from multipack.prefetch import Prefetcher
-from multipack.sampler import BatchIndices, DistributedBatchSampler, MultipackBatchSampler
-from multipack.stats import LoaderStats
-from multipack.stream import StreamPacker
+from multipack.data.collate import PackedCollator, PaddedCollator
+from multipack.data.dataset import Selection, TokenDataset
+from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.loading.prefetch import Prefetcher
+from multipack.loading.stats import LoaderStats
+from multipack.order.balance import batch_cost, deal
+from multipack.order.micro_batches import MicroBatch, split_micro_batches
+from multipack.order.packing import Packing, lower_bound, pack
+from multipack.order.plan import EpochPlan, Forecast, forecast
+from multipack.order.sampler import BatchIndices, DistributedBatchSampler, MultipackBatchSampler
+from multipack.order.stream import StreamPacker
 
 __version__ = "0.1.0"
 

@@ -9,7 +9,7 @@ from torch.utils.data import (
     Dataset,
 )
 
-from multipack.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader, packed_dataloader
 
 WAYS = [
     {"num_workers": 0},

@@ -10,8 +10,8 @@ cd "$(dirname "$0")/.."
 
 form=${1:-short}
 case $form in
-    short) seconds=5 tests="packing gather" ;;
-    long) seconds=120 tests="packing gather plan balance stream collate" ;;
+    short) seconds=5 tests="order/test_packing data/test_gather" ;;
+    long) seconds=120 tests="order/test_packing data/test_gather order/test_plan order/test_balance order/test_stream data/test_collate" ;;
     *) echo "usage: $0 [short|long]" >&2; exit 2 ;;
 esac
 cxx=${CXX:-g++}
@@ -58,7 +58,7 @@ export ASAN_OPTIONS=$ASAN_OPTIONS:detect_leaks=0
 run env LD_PRELOAD="$(preload libasan.so)" $python tests/fuzz/fuzz_core.py "$build/address/_core.so" "$seconds" "$seed"
 run env LD_PRELOAD="$(preload libtsan.so)" $python tests/fuzz/fuzz_core.py "$build/thread/_core.so" "$seconds" "$seed"
 run env SANITIZED_CORE="$build/address/_core.so" PYTHONPATH=tests/fuzz LD_PRELOAD="$(preload libasan.so)" \
-    $python -m pytest -q -p sanitized_core $(printf 'tests/test_%s.py ' $tests)
+    $python -m pytest -q -p sanitized_core $(printf 'tests/%s.py ' $tests)
 if grep "nanobind: leaked" "$log"; then exit 1; fi
 sum() { grep -oE "[0-9]+ $1" "$log" | awk '{ n += $1 } END { print n }'; }
 echo "sanitize: $(sum '(cases|calls) held') inputs answered, $(sum 'were refused') refused, $(sum passed) tests" \

@@ -62,19 +62,19 @@ def test_tables_have_the_heading_above_them():
         "Time of the slowest rank over the mean",
         "Time of the slowest rank over the mean",
     )
-    assert first.columns == ["ranks, accumulate", "in turn", "sorted", "lpt", "lpt, ms a step"]
+    assert first.columns == ["ranks, accumulate", "in turn", "micro_step", "step", "lpt, ms a step"]
     assert [row[0] for row in first.rows] == ["64, 16", "64, 4"]
     assert second.rows == [["1"]]
 
 
 def test_a_column_is_found_by_its_whole_name_first():
-    table = Table("", ["row", "lpt, ms a step", "lpt"], [["a", "1", "2"]])
-    assert table.column("lpt") == ["2"]
+    table = Table("", ["row", "lpt, ms a step", "step"], [["a", "1", "2"]])
+    assert table.column("step") == ["2"]
     assert table.column("ms a") == ["1"]
     with pytest.raises(ValueError, match="no column 'stream'"):
         table.column("stream")
     with pytest.raises(ValueError, match="no row 'b'"):
-        table.cell("b", "lpt")
+        table.cell("b", "step")
     with pytest.raises(ValueError, match="no table about 'stream'"):
         find_table(BALANCE, "stream")
 
@@ -123,9 +123,9 @@ def test_bounds():
     "read",
     [
         pattern(r"took (\d+) s"),
-        cells("lpt", "lpt", "128, 16"),
-        cells("lpt", "stream", "64, 16"),
-        column("lpt", "sorted"),  # two values for one limit
+        cells("step", "step", "128, 16"),
+        cells("step", "stream", "64, 16"),
+        column("step", "micro_step"),  # two values for one limit
         column("none", "none"),
         lambda text: [float("nan")],
         of_engine(0, "zero2", "padded", "data wait"),
@@ -163,7 +163,7 @@ def test_report_says_what_holds_what_does_not_and_what_has_no_value(tmp_path):
         "**1.0158**",
         "yes",
     ]
-    assert summary["the same, `lpt`[Balance between ranks](#balance-between-ranks)"][1:4] == [
+    assert summary["the same, `step`[Balance between ranks](#balance-between-ranks)"][1:4] == [
         "<= 1.005",
         "**1.00605**",
         "**no**",

@@ -217,8 +217,8 @@ def test_balance_worked_out_by_hand() -> None:
     # meeting twice, ranks wait for 8 and 8, also at best: 16.
     question = Question(capacity=8, ranks=2, accumulate=2, method="next_fit", hidden_size=10**9)
     found = {b.mode: b for b in inspect(np.array([8, 8, 8, 4]), question).balance}
-    assert found["lpt"].once_a_step == pytest.approx(2 / 14)
-    assert found["sorted"].every_micro_step == pytest.approx(2 / 14)
+    assert found["step"].once_a_step == pytest.approx(2 / 14)
+    assert found["micro_step"].every_micro_step == pytest.approx(2 / 14)
     assert all(b.once_a_step <= b.every_micro_step + 1e-12 for b in found.values())
 
 
@@ -258,7 +258,7 @@ def test_inspect_prints_tables_and_draws(tmp_path: Path, capsys: pytest.CaptureF
         "rows above 8 tokens",
         "slots that hold a token",
         "expected speed-up",
-        "lpt",
+        "step",
     ):
         assert part in said
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -289,7 +289,7 @@ def test_inspect_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["bins"]["bins"] == 4
     assert numbers["steps"]["micro_steps"] == 2
-    assert [balance["mode"] for balance in numbers["balance"]] == ["none", "sorted", "lpt"]
+    assert [balance["mode"] for balance in numbers["balance"]] == ["none", "micro_step", "step"]
 
 
 @pytest.mark.parametrize("kind", ["npy", "parquet", "saved"])

@@ -18,10 +18,10 @@ import torch
 from faults.attempts import ended, keys, killed_at_the_end, start_ranks, write_texts
 
 from multipack import DistributedBatchSampler, MultipackBatchSampler, StreamPacker
-from multipack.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader, packed_dataloader
 from multipack.train.checkpoint import read_state
 from multipack.train.config import TrainConfig, load_config
-from multipack.train.ppo_config import PPOConfig
+from multipack.train.ppo.config import PPOConfig
 
 PACKAGE = Path(__file__).parents[1] / "multipack"
 

@@ -175,8 +175,8 @@ SECTIONS = [
         name="balance",
         title="Balance between ranks",
         method=(
-            "Bins of 32,768 tokens of heavy-tailed documents; cost = tokens + sum(len^2) / (12 * 4096). Slowest rank over the mean: with `sorted`, "
-            "ranks meet every micro-step; with `lpt`, once a step. 1 is perfect."
+            "Bins of 32,768 tokens of heavy-tailed documents; cost = tokens + sum(len^2) / (12 * 4096). Slowest rank over the mean: with `micro_step`, "
+            "ranks meet every micro-step; with `step`, once a step. 1 is perfect."
         ),
         commands=(
             pinned("python -m benchmarks.planning balance"),

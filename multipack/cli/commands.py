@@ -17,7 +17,7 @@ from multipack import __version__
 from multipack.cli.inspection import Inspection, Question, inspect
 from multipack.cli.measure import Measured, measure, open_tokens
 from multipack.cli.scan import Progress, Scanned, scan, tokenizer_of
-from multipack.packing import MethodName
+from multipack.order.packing import MethodName
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

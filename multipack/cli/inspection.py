@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.balance import BALANCE_MODES, BalanceMode, batch_cost, deal, loss_of_balance
-from multipack.overlong import Overlong, apply_overlong
-from multipack.packing import MethodName, lower_bound
-from multipack.plan import EpochPlan
-from multipack.sampler import DistributedBatchSampler, MultipackBatchSampler
+from multipack.data.overlong import Overlong, apply_overlong
+from multipack.order.balance import BALANCE_MODES, BalanceMode, batch_cost, deal, loss_of_balance
+from multipack.order.packing import MethodName, lower_bound
+from multipack.order.plan import EpochPlan
+from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 
 _STEPS_LOOKED_AT = 1000
 """Optimizer steps whose balance is worked out: enough for two digits."""

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from multipack.cli.scan import Progress, Scanned, data_files
-from multipack.dataset import TokenDataset
-from multipack.loader import DataLoader, packed_dataloader
-from multipack.overlong import Overlong
-from multipack.packing import MethodName
+from multipack.data.dataset import TokenDataset
+from multipack.data.overlong import Overlong
+from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.order.packing import MethodName
 
 _MOST_MADE_UP_TOKENS = 200_000_000
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import accelerate
 
-from multipack.loader import DataLoader
-from multipack.sampler import DistributedBatchSampler, MultipackBatchSampler
+from multipack.loading.loader import DataLoader
+from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:

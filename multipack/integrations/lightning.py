@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning
 
-from multipack.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader, packed_dataloader
 
 
 class PackedDataModule(lightning.LightningDataModule):  # type: ignore[misc]

@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from multipack.collate import PackedCollator
-from multipack.dataset import TokenDataset
+from multipack.data.collate import PackedCollator
+from multipack.data.dataset import TokenDataset
 from multipack.integrations.accelerate import skip_first_batches
 from multipack.integrations.attention import ATTENTION, model_inputs
-from multipack.loader import DataLoader, packed_dataloader
-from multipack.sampler import DistributedBatchSampler
-from multipack.stream import StreamPacker
+from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.order.sampler import DistributedBatchSampler
+from multipack.order.stream import StreamPacker
 
 _COLUMNS = ("labels", "loss_mask", "assistant_masks", "assistant_mask", "completion_mask", "attention_mask")
 
@@ -50,7 +50,7 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
 
     Args:
         capacity: token slots of a bin, as for `packed_dataloader`.
-        packing: any further arguments of `packed_dataloader`, such as `{"balance": "lpt", "overlong": "truncate"}`.
+        packing: any further arguments of `packed_dataloader`, such as `{"balance": "step", "overlong": "truncate"}`.
 
     Raises:
         TypeError: the class below is no Trainer that can be told its epochs one by one, as that of transformers 5.24 can.
@@ -81,7 +81,7 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         if strategy not in ("random", "sequential"):
             raise ValueError(
                 f"train_sampling_strategy is {strategy!r}, but what goes together is chosen by packing: use 'random' or "
-                "'sequential', and packing={'balance': 'lpt'} or 'sorted' to even out ranks."
+                "'sequential', and packing={'balance': 'step'} or 'micro_step' to even out ranks."
             )
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         loader = self._packed_loader(
@@ -90,7 +90,7 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
             accumulate=self.args.gradient_accumulation_steps,
             shuffle=strategy == "random",
             seed=seed,
-            tail="drop" if self.args.dataloader_drop_last else "even",
+            tail="drop" if self.args.dataloader_drop_last else "split",
         )
         self._epochs = _Epochs.of(loader, self.args.gradient_accumulation_steps)
         return self.accelerator.prepare(loader)

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
 
         sft.main([*arguments, "--prepare_only", "true"])
     elif command == "ppo":
-        from multipack.train import ppo
+        from multipack.train.ppo import main as ppo
 
         ppo.main(arguments)
     elif command in ("-h", "--help"):

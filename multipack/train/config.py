@@ -86,9 +86,9 @@ class TrainConfig(RunConfig):
     """Micro-steps of an optimizer step."""
     pack_method: Literal["auto", "stream", "best_fit_decreasing", "next_fit"] = "auto"
     """How rows are grouped into bins; see `multipack.pack`."""
-    balance: Literal["none", "sorted", "lpt"] = "none"
+    balance: Literal["none", "micro_step", "step"] = "none"
     """How the bins of a step are dealt to ranks: as they come, by equal cost a micro-step, or by equal cost a step."""
-    tail: Literal["even", "pad", "drop", "error"] = "even"
+    tail: Literal["split", "pad", "drop", "error"] = "split"
     """What happens to the sequences of the last, incomplete micro-step of an epoch; see `DistributedBatchSampler`."""
     prefetch_batches: int | None = None
     """Batches collated ahead. None: two for each thread."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from multipack.loader import DataLoader
+from multipack.loading.loader import DataLoader
 from multipack.train.engine import Engine
 from multipack.train.loss import causal_lm_loss_sum
 from multipack.train.model import evaluation_mode

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
-from multipack.loader import DataLoader
-from multipack.sampler import DistributedBatchSampler
+from multipack.loading.loader import DataLoader
+from multipack.order.sampler import DistributedBatchSampler
 from multipack.train.checkpoint import (
     has_tensor,
     load_tensors,
@@ -34,6 +34,7 @@ from multipack.train.checkpoint import (
     set_later_aside,
 )
 from multipack.train.config import TrainConfig, every_steps, load_config
+from multipack.train.data.prepare import PreparedData, prepare_data
 from multipack.train.engine import Engine, EngineOptions, build_engine
 from multipack.train.engine_deepspeed import read_deepspeed_file
 from multipack.train.evaluate import evaluate
@@ -42,7 +43,6 @@ from multipack.train.loop import Stepper
 from multipack.train.metrics import StepMetrics, flops_per_token, peak_flops
 from multipack.train.model import build_model, model_config
 from multipack.train.optim import OptimizerSpec, go_to_step, learning_rate_schedule
-from multipack.train.prepare import PreparedData, prepare_data
 from multipack.train.process import process_group
 from multipack.train.report import RunReport
 from multipack.train.row_log import RowLog

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from multipack.collate import PackedCollator, PaddedCollator
-from multipack.dataset import Selection, TokenDataset
-from multipack.loader import DataLoader
-from multipack.sampler import DistributedBatchSampler, MultipackBatchSampler
+from multipack.data.collate import PackedCollator, PaddedCollator
+from multipack.data.dataset import Selection, TokenDataset
+from multipack.loading.loader import DataLoader
+from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 from multipack.train.config import TrainConfig
 
 
@@ -84,7 +84,7 @@ def validation_loader(
         )
     else:
         ordered = BatchSampler(range(len(tokens)), config.micro_batch_size, drop_last=False)
-    sampler = DistributedBatchSampler(ordered, tail="even")
+    sampler = DistributedBatchSampler(ordered, tail="split")
     return _loader(config, tokens, sampler, pad_token_id, device)
 
 

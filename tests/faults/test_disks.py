@@ -15,9 +15,9 @@ import pyarrow as pa
 import pytest
 from faults.attempts import checkpoints, ended, keys, killed_at_the_end, rows_seen, start_ranks, write_texts
 
-from multipack.dataset import TokenDataset
+from multipack.data.dataset import TokenDataset
 from multipack.train.config import TrainConfig
-from multipack.train.prepare import prepare_data
+from multipack.train.data.prepare import prepare_data
 
 STEPS = {"gradient_accumulation_steps": 4, "save_steps": 2}
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from multipack import MultipackBatchSampler
-from multipack.dataset import TokenDataset
-from multipack.loader import DataLoader
+from multipack.data.dataset import TokenDataset
+from multipack.loading.loader import DataLoader
 
 COUNT = 60
 

@@ -102,9 +102,9 @@ def accelerate_stream_cell(folder: Path) -> Answer:
     """A stream is this rank's share already, and its last batch is known only by the lack of another."""
     from accelerate import Accelerator
 
-    from multipack.collate import PackedCollator
-    from multipack.loader import DataLoader
-    from multipack.stream import StreamPacker
+    from multipack.data.collate import PackedCollator
+    from multipack.loading.loader import DataLoader
+    from multipack.order.stream import StreamPacker
 
     def loader() -> Any:
         stream = StreamPacker(rows(), CAPACITY, pool_size=16)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from multipack.collate import PackedCollator
-from multipack.dataset import TokenDataset
+from multipack.data.collate import PackedCollator
+from multipack.data.dataset import TokenDataset
 from multipack.integrations.attention import model_inputs, stock_attention
-from multipack.loader import packed_dataloader
-from multipack.sampler import DistributedBatchSampler, MultipackBatchSampler
+from multipack.loading.loader import packed_dataloader
+from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 
 CAPACITY = 64
 OPTIONS: dict[str, Any] = {"seed": 15, "method": "next_fit"}

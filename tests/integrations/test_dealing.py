@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from multipack.collate import PackedCollator
-from multipack.dataset import TokenDataset
-from multipack.loader import DataLoader
-from multipack.sampler import DistributedBatchSampler, MultipackBatchSampler
+from multipack.data.collate import PackedCollator
+from multipack.data.dataset import TokenDataset
+from multipack.loading.loader import DataLoader
+from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 
 
 def dataset() -> TokenDataset:

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
-from multipack.dataset import TokenDataset
+from multipack.data.dataset import TokenDataset
 from multipack.integrations.accelerate import skip_first_batches
 from multipack.integrations.lightning import PackedDataModule
 from multipack.integrations.transformers import PackedTrainer, PackedTrainerMixin
-from multipack.loader import packed_dataloader
-from multipack.stream import StreamPacker
+from multipack.loading.loader import packed_dataloader
+from multipack.order.stream import StreamPacker
 
 ROWS = [list(range(n)) for n in (3, 1, 4, 1, 5, 9, 2, 6)]
 
@@ -125,7 +125,7 @@ def test_a_data_module_without_validation_rows_has_no_validation_loader() -> Non
 
 
 def test_validation_rows_keep_their_order_and_take_no_balance() -> None:
-    module = PackedDataModule(ROWS, 10, val=ROWS, balance="lpt", accumulate=2)
+    module = PackedDataModule(ROWS, 10, val=ROWS, balance="step", accumulate=2)
     module.setup("validate")
     loader = module.val_dataloader()
     assert not loader.batch_sampler.batch_sampler.plan.shuffle

@@ -18,12 +18,12 @@ from multipack import DistributedBatchSampler, MultipackBatchSampler, packed_dat
 from multipack.distributed import check_agreement
 from multipack.train import evaluate, loop
 from multipack.train.engine import EngineOptions, build_engine
-from multipack.train.exchange import gather_counts, gather_ragged
 from multipack.train.metrics import StepMetrics
 from multipack.train.optim import OptimizerSpec
-from multipack.train.ppo_sizes import PPOSizes
+from multipack.train.ppo.exchange import gather_counts, gather_ragged
+from multipack.train.ppo.prompts import deal_prompts
+from multipack.train.ppo.sizes import PPOSizes
 from multipack.train.process import leave_process_group
-from multipack.train.prompts import deal_prompts
 from multipack.train.stop import StopOnSigterm
 from multipack.train.windows import Window
 

@@ -11,8 +11,8 @@ import torch
 from tiny_llama import packed as packed_by_hand
 from tiny_llama import random_sequences, sequence_losses, tiny_llama
 
-from multipack.collate import PackedCollator, PaddedCollator
-from multipack.dataset import TokenDataset
+from multipack.data.collate import PackedCollator, PaddedCollator
+from multipack.data.dataset import TokenDataset
 from multipack.train.loss import causal_lm_loss_sum
 
 

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from multipack import DistributedBatchSampler, MultipackBatchSampler
-from multipack.collate import PackedCollator
-from multipack.dataset import TokenDataset
-from multipack.loader import DataLoader, packed_dataloader
+from multipack.data.collate import PackedCollator
+from multipack.data.dataset import TokenDataset
+from multipack.loading.loader import DataLoader, packed_dataloader
 from multipack.train.loss import causal_lm_loss_sum
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from multipack import DistributedBatchSampler, EpochPlan, MultipackBatchSampler, Packing, pack
-from multipack.collate import PackedCollator
-from multipack.dataset import Selection, TokenDataset
-from multipack.loader import DataLoader, packed_dataloader
-from multipack.packing import MethodName
+from multipack.data.collate import PackedCollator
+from multipack.data.dataset import Selection, TokenDataset
+from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.order.packing import MethodName
 
 METHODS: tuple[MethodName, ...] = ("auto", "stream", "best_fit_decreasing", "next_fit")
 

@@ -20,8 +20,8 @@ import pytest
 from torch.utils.data import Dataset
 
 from multipack import EpochPlan, MultipackBatchSampler
-from multipack.loader import DataLoader, packed_dataloader
-from multipack.prefetch import Prefetcher
+from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.loading.prefetch import Prefetcher
 
 SOURCE = (np.arange(300, dtype=np.int32), np.arange(0, 301, 3))
 
@@ -108,7 +108,7 @@ def test_grain_1021_dropped_iterators_leave_no_thread_and_close_what_is_inside()
 def test_grain_1196_an_error_in_main_ends_the_process() -> None:
     script = (
         "import time\n"
-        "from multipack.prefetch import Prefetcher\n"
+        "from multipack.loading.prefetch import Prefetcher\n"
         "def slow():\n"
         "    while True:\n"
         "        time.sleep(0.01)\n"

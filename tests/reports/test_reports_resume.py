@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import BatchSampler, Dataset
 
 from multipack import DistributedBatchSampler, MultipackBatchSampler
-from multipack.loader import DataLoader
+from multipack.loading.loader import DataLoader
 
 
 class Rows(Dataset[int]):

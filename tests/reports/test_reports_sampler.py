@@ -15,10 +15,10 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler
 
 from multipack import BatchIndices, DistributedBatchSampler, EpochPlan, MultipackBatchSampler
-from multipack.dataset import TokenDataset
-from multipack.loader import DataLoader, packed_dataloader
-from multipack.tail import Tail
-from multipack.train.ppo_sizes import PPOSizes
+from multipack.data.dataset import TokenDataset
+from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.order.tail import Tail
+from multipack.train.ppo.sizes import PPOSizes
 
 
 def in_order(count: int, batch_size: int, drop_last: bool = False) -> BatchSampler:
@@ -71,7 +71,7 @@ def test_storage_455_shards_give_every_rank_as_many_batches() -> None:
     dropped = dealt(in_order(100, 3), 7, "drop")
     assert [len(batches) for batches in dropped] == [4] * 7
     assert once(dropped) == list(range(84))
-    for tail in ("pad", "even"):
+    for tail in ("pad", "split"):
         kept = dealt(in_order(100, 3), 7, tail)
         assert [len(batches) for batches in kept] == [5] * 7
         assert once(kept) == list(range(100))
@@ -86,9 +86,9 @@ def test_samudra_557_every_nth_batch_with_an_even_tail() -> None:
         DistributedBatchSampler(in_order(3, 1), num_replicas=4, rank=0, tail="drop")
     one_each = dealt(in_order(3, 1), 4, "pad")
     assert [batches[0].repeated for batches in one_each] == [False, False, False, True]
-    # So it is with bins: 5 on 2 ranks, 3 on 4 ranks. "even" splits no single sequence, so it repeats one too.
-    assert [len(batches) for batches in dealt(MultipackBatchSampler([9] * 5, 10), 2, "even")] == [3, 3]
-    few = dealt(MultipackBatchSampler([9] * 3, 10), 4, "even")
+    # So it is with bins: 5 on 2 ranks, 3 on 4 ranks. "split" splits no single sequence, so it repeats one too.
+    assert [len(batches) for batches in dealt(MultipackBatchSampler([9] * 5, 10), 2, "split")] == [3, 3]
+    few = dealt(MultipackBatchSampler([9] * 3, 10), 4, "split")
     assert [len(batches) for batches in few] == [1] * 4
     assert once(few) == [0, 1, 2]
 
@@ -100,7 +100,7 @@ def test_lhotse_1277_a_tail_with_fewer_examples_than_ranks(packing: bool) -> Non
         sampler: Any = in_order(16 + count, 4)
         if packing:
             sampler = MultipackBatchSampler([1] * (16 + count), 4, shuffle=False, method="next_fit")
-        ranks = dealt(sampler, 4, "even")
+        ranks = dealt(sampler, 4, "split")
         assert [len(batches) for batches in ranks] == [2] * 4
         assert once(ranks) == list(range(16 + count))
         return [batches[1] for batches in ranks]
@@ -120,7 +120,7 @@ def test_accelerate_4122_len_is_what_every_rank_yields() -> None:
         2,
     ]  # 2 a micro-step, as in the report
     for count, size, ranks in itertools.product(range(1, 14), (1, 2, 3, 5), (1, 2, 3, 5)):
-        for drop_last, tail in itertools.product((False, True), ("even", "pad", "drop")):
+        for drop_last, tail in itertools.product((False, True), ("split", "pad", "drop")):
             num_batches = count // size if drop_last else -(-count // size)
             if num_batches < (ranks if tail == "drop" else 1):
                 with pytest.raises(ValueError, match="batches"):
@@ -174,7 +174,7 @@ def test_accelerate_2007_no_remainder_is_cut_from_whole_batches() -> None:
 
 
 def test_accelerate_961_no_rank_gets_an_empty_batch() -> None:
-    for tail in ("pad", "even"):
+    for tail in ("pad", "split"):
         ranks = dealt(in_order(5, 1), 4, tail)
         assert [[len(batch) for batch in batches] for batches in ranks] == [[1, 1]] * 4
         assert sum(batches[1].repeated for batches in ranks) == 3
@@ -183,7 +183,7 @@ def test_accelerate_961_no_rank_gets_an_empty_batch() -> None:
 
 def test_training_625_ranks_share_one_permutation() -> None:
     """Seeds that differ between ranks are found by `check_agreement`; see the ranks' test."""
-    ranks = dealt(MultipackBatchSampler(np.full(100_000, 20), 2000, seed=3), 4, "even")
+    ranks = dealt(MultipackBatchSampler(np.full(100_000, 20), 2000, seed=3), 4, "split")
     rows = [{row for batch in batches for row in batch} for batches in ranks]
     assert (
         sum(map(len, rows)) == len(set.union(*rows)) == 100_000
@@ -268,7 +268,7 @@ def test_xtuner_436_the_last_step_of_a_rounded_up_epoch() -> None:
     dropped = dealt(in_order(10_003, 16), 8, "drop")
     assert [len(batches) for batches in dropped] == [78] * 8
     assert once(dropped) == list(range(9984))
-    even = dealt(in_order(10_003, 16), 8, "even")
+    even = dealt(in_order(10_003, 16), 8, "split")
     assert sum(len(batches[78]) for batches in even) == 19
     assert once(even) == list(range(10_003))
     assert not any(batch.repeated for batches in even for batch in batches)
@@ -305,7 +305,7 @@ def test_vision_9127_the_length_of_groups_is_the_sum_of_theirs() -> None:
     plan = EpochPlan([1] * 11, 3, window=2, shuffle_block=4)
     assert [len(plan._window_of(w).rows) for w in range(plan.num_windows)] == [4, 7]
     assert len(plan) == len(plan.bins(0, 99)) == 5
-    ranks = dealt(Grouped([4, 7], 3, announced=5), 2, "even")
+    ranks = dealt(Grouped([4, 7], 3, announced=5), 2, "split")
     assert [len(batches) for batches in ranks] == [3, 3]
     assert once(ranks) == list(range(11))
 

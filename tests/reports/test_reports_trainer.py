@@ -13,17 +13,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from train.ranks import run_ranks
 
 from multipack import DistributedBatchSampler, MultipackBatchSampler
-from multipack.collate import PackedCollator
-from multipack.dataset import TokenDataset
-from multipack.loader import DataLoader
+from multipack.data.collate import PackedCollator
+from multipack.data.dataset import TokenDataset
+from multipack.loading.loader import DataLoader
 from multipack.train import loop
 from multipack.train.config import TrainConfig, load_config
 from multipack.train.engine_deepspeed import read_deepspeed_file
 from multipack.train.metrics import StepMetrics
-from multipack.train.ppo_sizes import PPOSizes, check_prompts, collect_sizes
-from multipack.train.prompts import deal_prompts
+from multipack.train.ppo.prompts import deal_prompts
+from multipack.train.ppo.sizes import PPOSizes, check_prompts, collect_sizes
+from multipack.train.ppo.update_plan import num_optimizer_steps, plan_step, step_rows
 from multipack.train.stop import StopOnSigterm
-from multipack.train.update_plan import num_optimizer_steps, plan_step, step_rows
 from multipack.train.windows import CountingCollator, epoch_steps, steps_left, windows
 
 

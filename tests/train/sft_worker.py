@@ -8,7 +8,7 @@ import sys
 import torch
 
 from multipack.train.config import load_config
-from multipack.train.prepare import prepare_data
+from multipack.train.data.prepare import prepare_data
 from multipack.train.process import process_group
 from multipack.train.sft import engine_options, plan_run, train
 

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multipack.train import sft
-from multipack.train.builtin_data import byte_tokenizer
+from multipack.train.data.builtin import byte_tokenizer
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "tinyllama_fft.yml"
 

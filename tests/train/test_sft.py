@@ -29,11 +29,11 @@ from transformers import (
 )
 
 from multipack.train import sft
-from multipack.train.builtin_data import byte_tokenizer
 from multipack.train.checkpoint import save_checkpoint
 from multipack.train.config import load_config
+from multipack.train.data.builtin import byte_tokenizer
+from multipack.train.data.prepare import prepare_data
 from multipack.train.model import build_model, model_config
-from multipack.train.prepare import prepare_data
 from multipack.train.process import process_group
 from multipack.train.report import RunReport
 
@@ -215,7 +215,7 @@ def test_what_engines_and_options_make_of_a_run_is_the_same_run(keys, tmp_path):
         "lora zero1": lora | {"zero_stage": 1},
         "lora zero3": lora | {"zero_stage": 3, "gradient_checkpointing": "true"},
         "lora deepspeed": lora | {"deepspeed": configs / "deepspeed" / "zero2.json"},
-        "zero2 sorted": {"zero_stage": 2, "balance": "sorted", "pad_to_sequence_len": "true"},
+        "zero2 sorted": {"zero_stage": 2, "balance": "micro_step", "pad_to_sequence_len": "true"},
         "zero3 bf16": {"zero_stage": 3, "bf16": "true"},
         "deepspeed bf16": {"deepspeed": configs / "deepspeed" / "zero3.json", "bf16": "true"},
     }

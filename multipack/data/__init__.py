@@ -1,0 +1,1 @@
+"""What the rows are: data sets, columns, collators."""

@@ -1,0 +1,319 @@
+"""Make a batch of the sequences of a selection.
+
+Tensors are allocated here and written by the compiled reader, each once and without the GIL. Rows that come as plain
+dicts take the same way through a small data set of their own, so both give the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from multipack import _core
+from multipack.arguments import check_choice, whole_number
+from multipack.data.columns import Columns, NumberColumn
+from multipack.data.dataset import Located, Selection, TokenDataset, read, read_scalars
+
+Batch = dict[str, Any]
+
+_MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask")
+_NOT_COPIED = ("input_ids", "labels", "attention_mask")
+_MADE_HERE = frozenset(
+    {
+        *("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens_real", "indices"),
+        *("max_length_q", "max_length_k", "num_tokens", "num_sequences", "num_target_tokens"),
+    }
+)
+_MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Where the sequences of a batch go, counted through its rows. Slots outside them are padding."""
+
+    shape: tuple[int, int]
+    places: npt.NDArray[np.int64]
+    """First slot of each sequence, ascending."""
+    boundaries: npt.NDArray[np.int32] | None = None
+    """Where segments begin, and the number of slots; None: no positions are made."""
+    first_position: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Collator:
+    """The columns of a batch, which are the same for every layout."""
+
+    pad_token_id: int = 0
+    """Token in padding slots. What is padding is never read from it, so it may also be a real token."""
+    ignore_index: int = -100
+    """Label of slots that are no target."""
+    mask_first_label: bool = True
+    """The first label of each sequence is `ignore_index`, because nothing of its own sequence predicts it."""
+    return_indices: bool = False
+    """Add `indices`: the row of the source of each sequence, int64 [num_sequences]."""
+
+    def __post_init__(self) -> None:
+        whole_number("pad_token_id", self.pad_token_id)
+        whole_number("ignore_index", self.ignore_index)
+
+    def _batch(self, selection: Selection, located: Located, slots: _Slots) -> Batch:
+        columns = selection.dataset.readers
+        _check_columns(columns, located)
+        batch: Batch = {}
+        num_targets = self._write_tokens(batch, columns, located, slots)
+        for name, column in columns.scalars.items():
+            batch[name] = read_scalars(column, located)
+        for name, values in columns.objects.items():
+            batch[name] = [values[row].as_py() for row in located.rows.tolist()]
+        if "labels" in columns.scalars:
+            num_targets = int((batch["labels"] != self.ignore_index).sum())
+        if selection.repeated:
+            batch["labels"].fill_(self.ignore_index)
+            num_targets = 0
+        if self.return_indices:
+            batch["indices"] = torch.from_numpy(selection.source_rows())
+        batch["num_tokens"] = int(located.lengths.sum())
+        batch["num_sequences"] = len(selection)
+        batch["num_target_tokens"] = num_targets
+        return batch
+
+    def _write_tokens(self, batch: Batch, columns: Columns, located: Located, slots: _Slots) -> int:
+        """Make all tensors of one number a slot; returns the number of labels that are targets."""
+
+        def new(name: str, dtype: torch.dtype) -> npt.NDArray[Any]:
+            batch[name] = torch.empty(slots.shape, dtype=dtype)
+            return batch[name].numpy()  # type: ignore[no-any-return]
+
+        num_slots = slots.shape[0] * slots.shape[1]
+        gather = _core.Gather(located.rows, located.starts, located.lengths, slots.places, num_slots)
+        tokens = columns.tokens["input_ids"]
+        gather.tokens(tokens.reader, new("input_ids", _wide(tokens)), self.pad_token_id)
+        label_column, masks = _label_columns(columns)
+        if label_column is not None:
+            readers = [columns.tokens[name].reader for name in masks]
+            out = new("labels", _wide(label_column))
+            gather.labels(label_column.reader, readers, out, self.ignore_index, self.mask_first_label)
+        for name, column in columns.tokens.items():
+            if name not in _NOT_COPIED and name not in masks:
+                gather.tokens(column.reader, new(name, column.dtype), 0)
+        if slots.boundaries is not None:
+            positions, seq_idx = new("position_ids", torch.int64), new("seq_idx", torch.int32)
+            gather.segments(slots.boundaries, positions, seq_idx, slots.first_position, slots.shape[1])
+        return gather.run()
+
+    def _as_selection(self, features: Sequence[Mapping[str, Any]]) -> Selection:
+        if not isinstance(features, Selection):
+            if self.return_indices:
+                raise ValueError(
+                    "rows given as dicts do not know their row of the source, which return_indices asks for. Let the "
+                    "loader fetch them by TokenDataset.__getitems__, or carry the row in a column."
+                )
+            dataset = TokenDataset(list(features))
+            features = dataset.__getitems__(range(len(dataset)))
+        if not len(features):
+            raise ValueError("a batch needs at least one sequence with a token; this one has none")
+        return features
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedCollator(_Collator):
+    """Put sequences one after the other, without a mask between them and without padding where none is asked for.
+
+    A batch is a dict of
+    - `input_ids`, `labels`, `position_ids` (int64) and `seq_idx` (int32), all of shape [1, T] ("flat") or [bins, capacity]
+      ("rows"). Positions and `seq_idx` start again with each sequence and each row of the batch, respectively.
+    - `cu_seq_lens_q` and `cu_seq_lens_k`, one int32 tensor: strictly increasing boundaries of the segments of the flattened
+      batch, from 0 to its number of slots. The padding at the end of a row is one segment of its own, so that no token
+      attends to it. `max_length_q` and `max_length_k` are the longest segment, an int.
+    - further token columns in the shape of `input_ids` (0 where padded), one number a sequence for scalar columns, a list
+      for anything else. There is never an `attention_mask`: a mask of ones makes models treat the batch as one sequence.
+    - ints `num_tokens` (without padding), `num_sequences` (without padding) and `num_target_tokens` (labels that are not
+      `ignore_index`).
+
+    Labels are unshifted, as transformers' models expect: the `labels` column as it is, else `input_ids` where each of
+    `loss_mask`, `assistant_masks`, `assistant_mask` and `completion_mask` that is there is nonzero. A selection marked as repeated
+    has no targets.
+
+    Raises:
+        ValueError: a bin does not fit the capacity, a row was padded before (its `attention_mask` holds a 0), a column has the
+            name of something made here, or the batch has no sequence.
+    """
+
+    layout: Literal["flat", "rows"] = "flat"
+    """"flat": one row with all sequences. "rows": a row a bin, `capacity` slots each, for static shapes."""
+    capacity: int | None = None
+    """Token slots of a bin; needed by "rows" and by pad_to="capacity"."""
+    pad_to: Literal["capacity"] | int | None = None
+    """Slots of a flat batch: as many as tokens (None), the capacity of its bins, or a multiple of a number."""
+    align_to: int = 1
+    """Each sequence takes a multiple of this many slots. Its segment includes the slots after its end (labels
+    `ignore_index`), and `cu_seq_lens_real` has the boundaries without them."""
+    position_start: int = 0
+    """Position of the first token of each sequence; RoBERTa-like models count from `padding_idx + 1`, mostly 2."""
+
+    def __post_init__(self) -> None:
+        check_choice("layout", self.layout, ("flat", "rows"))
+        if self.capacity is None and (self.layout == "rows" or self.pad_to == "capacity"):
+            raise ValueError("layout='rows' and pad_to='capacity' need the capacity of a bin in token slots")
+        if self.layout == "rows" and self.pad_to is not None:
+            raise ValueError(
+                f"pad_to={self.pad_to!r} is for layout='flat'; rows always have `capacity` slots"
+            )
+        super().__post_init__()
+        if self.capacity is not None:
+            whole_number("capacity", self.capacity, 1)
+        if self.pad_to not in (None, "capacity"):
+            whole_number("pad_to", self.pad_to, 1)
+        whole_number("align_to", self.align_to, 1)
+        whole_number("position_start", self.position_start)
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> Batch:
+        """Collate a selection of a TokenDataset, or rows as dicts (same batch, slower)."""
+        selection = self._as_selection(features)
+        located = selection.locate()
+        stored = (
+            -(-located.lengths // self.align_to) * self.align_to if self.align_to > 1 else located.lengths
+        )
+        if self.layout == "flat":
+            slots = self._flat_slots(stored, len(selection.bin_offsets) - 1)
+        else:
+            slots = self._row_slots(stored, np.asarray(selection.bin_offsets))
+        batch = self._batch(selection, located, slots)
+        assert slots.boundaries is not None
+        batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.from_numpy(slots.boundaries)
+        batch["max_length_q"] = batch["max_length_k"] = int(np.diff(slots.boundaries).max())
+        if self.align_to > 1:
+            real = np.concatenate(([0], np.cumsum(located.lengths)))
+            batch["cu_seq_lens_real"] = torch.from_numpy(real.astype(np.int32))
+        return batch
+
+    def _flat_slots(self, stored: npt.NDArray[np.int64], num_bins: int) -> _Slots:
+        ends = np.cumsum(stored)
+        used = int(ends[-1])
+        if self.pad_to is None:
+            num_slots = used
+        elif self.pad_to == "capacity":
+            assert self.capacity is not None
+            num_slots = self.capacity * num_bins
+            if used > num_slots:
+                raise ValueError(_does_not_fit(used, num_slots, num_bins))
+        else:
+            num_slots = -(-used // self.pad_to) * self.pad_to
+        _check_int32(num_slots)
+        boundaries = np.empty(len(ends) + 1 + (num_slots > used), np.int32)
+        boundaries[0] = 0
+        boundaries[1 : len(ends) + 1] = ends
+        boundaries[-1] = num_slots
+        return _Slots((1, num_slots), ends - stored, boundaries, self.position_start)
+
+    def _row_slots(self, stored: npt.NDArray[np.int64], bin_offsets: npt.NDArray[np.int64]) -> _Slots:
+        assert self.capacity is not None
+        num_bins = len(bin_offsets) - 1
+        ends = np.concatenate(([0], np.cumsum(stored)))
+        used = np.diff(ends[bin_offsets])
+        if used.max() > self.capacity:
+            raise ValueError(_does_not_fit(int(used.max()), self.capacity, 1))
+        num_slots = num_bins * self.capacity
+        _check_int32(num_slots)
+        first_slots = np.arange(num_bins) * self.capacity
+        places = ends[:-1] + np.repeat(first_slots - ends[bin_offsets[:-1]], np.diff(bin_offsets))
+        padding = (first_slots + used)[used < self.capacity]
+        boundaries = np.sort(np.concatenate((places, padding, [num_slots]))).astype(np.int32)
+        return _Slots((num_bins, self.capacity), places, boundaries, self.position_start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedCollator(_Collator):
+    """Give each sequence a row of its own, padded to the longest: what packing saves, for evaluation and comparison.
+
+    A batch has `input_ids`, `labels` and `attention_mask` (int64, [num_sequences, longest]), and the further columns and counts of
+    PackedCollator, with the same labels: packed or padded, the same tokens are targets. `attention_mask` is made
+    from the lengths, so that a last token equal to `pad_token_id` still counts.
+    """
+
+    padding_side: Literal["right", "left"] = "right"
+    pad_to: int = 1
+    """Row length is a multiple of this."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("padding_side", self.padding_side, ("right", "left"))
+        whole_number("pad_to", self.pad_to, 1)
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> Batch:
+        """Collate a selection of a TokenDataset, or rows as dicts (same batch, slower)."""
+        selection = self._as_selection(features)
+        located = selection.locate()
+        lengths = located.lengths
+        width = -(-int(lengths.max()) // self.pad_to) * self.pad_to
+        places = np.arange(len(lengths)) * width
+        slots = np.arange(width)
+        if self.padding_side == "right":
+            attention_mask = slots < lengths[:, None]
+        else:
+            places += width - lengths
+            attention_mask = slots >= width - lengths[:, None]
+        batch = self._batch(selection, located, _Slots((len(lengths), width), places))
+        batch["attention_mask"] = torch.from_numpy(attention_mask.astype(np.int64))
+        return batch
+
+
+def _label_columns(columns: Columns) -> tuple[NumberColumn | None, tuple[str, ...]]:
+    """The column labels are made of (None: a number a sequence) and the masks that choose among its tokens."""
+    if "labels" in columns.scalars:
+        return None, ()
+    if "labels" in columns.tokens:
+        return columns.tokens["labels"], ()
+    return columns.tokens["input_ids"], tuple(name for name in _MASKS if name in columns.tokens)
+
+
+def _wide(column: NumberColumn) -> torch.dtype:
+    """Tokens and labels must be able to hold pad_token_id and ignore_index, which booleans cannot."""
+    return torch.int64 if column.dtype == torch.bool else column.dtype
+
+
+def _check_columns(columns: Columns, located: Located) -> None:
+    for name in ("labels", *_MASKS, "attention_mask"):
+        if name in columns.objects or (name in columns.scalars and name != "labels"):
+            raise ValueError(
+                f"column {name!r} has no number for each token, so it would choose no targets: make it a list of numbers as long as "
+                "the tokens, or leave it out by TokenDataset(columns=...)"
+            )
+    for kind in (columns.tokens, columns.scalars, columns.objects):
+        taken = _MADE_HERE.intersection(kind)
+        if taken:
+            raise ValueError(
+                f"the collator makes {sorted(taken)} itself: leave these columns out by TokenDataset(columns=...)"
+            )
+    if "attention_mask" in columns.tokens:
+        _check_unpadded(columns.tokens["attention_mask"], located)
+
+
+def _check_unpadded(mask: NumberColumn, located: Located) -> None:
+    attended = read(mask, located) != 0
+    if not bool(attended.all()):
+        first = int(torch.nonzero(~attended)[0])
+        sequence = int(np.searchsorted(np.cumsum(located.lengths), first, side="right"))
+        raise ValueError(
+            f"attention_mask is 0 in sequence {sequence} of the batch (table row {located.rows[sequence]}): the row was padded "
+            "before, and its padding would be trained on. Tokenise without padding."
+        )
+
+
+def _check_int32(num_slots: int) -> None:
+    if num_slots > _MAX_INT32:
+        raise ValueError(
+            f"{num_slots} slots in one batch are above 2^31 - 1, the range of cu_seq_lens: use fewer bins"
+        )
+
+
+def _does_not_fit(used: int, room: int, num_bins: int) -> str:
+    return (
+        f"the sequences take {used} slots, but {num_bins} bin(s) have {room}: the collator's capacity (and align_to) must "
+        "be those the bins were planned with"
+    )

@@ -1,0 +1,325 @@
+"""Token sequences over Arrow, read in place.
+
+A data set knows the length of every sequence from its offsets, and hands out selections: row ids, nothing copied.
+The collator reads the rows. One rule: a row that a bin may hold is usable as it stands, so everything that is wrong
+with the data (nulls, unequal columns, over-long rows) is found here, before the first batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, SupportsIndex, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch.utils.data import Dataset
+
+from multipack import _core
+from multipack.data.columns import (
+    Columns,
+    NumberColumn,
+    is_list_view,
+    is_number,
+    is_tokens,
+    null_rows,
+    plain,
+    read_numbers,
+    read_tokens,
+)
+from multipack.data.overlong import DatasetReport, Overlong, apply_overlong, log_report
+from multipack.data.sources import Source, from_pickle, open_source, rows_to_table, to_pickle
+
+_ROWS_AT_ONCE = 1 << 20
+
+
+class Located(NamedTuple):
+    """Where the sequences of a selection are: int64 arrays, one number a sequence."""
+
+    rows: npt.NDArray[np.int64]
+    """Row of the table."""
+    starts: npt.NDArray[np.int64] | None
+    """First token of the row that belongs to the sequence; None: 0 everywhere."""
+    lengths: npt.NDArray[np.int64]
+
+
+class TokenDataset(Dataset[dict[str, Any]]):
+    """Sequences of tokens with everything that belongs to them.
+
+    Args:
+        source: a `datasets.Dataset` (memory-mapped or not, selected or shuffled), a `pyarrow.Table` or `RecordBatch`, a
+            dict of columns, a list of rows (dicts, or sequences of tokens), or a pair `(values, offsets)` of flat
+            arrays where row i is `values[offsets[i]:offsets[i + 1]]`. Arrow data and arrays are read where they lie.
+        column: the column with the tokens; it is called "input_ids" from here on.
+        max_length: longest sequence in tokens, usually the capacity of a bin. None: no bound.
+        overlong: what to do with rows above `max_length`. "error"; "truncate" keeps their beginning; "split" makes
+            fragments of at most `max_length` tokens, each a sequence of its own; "drop".
+        columns: further columns to read; None reads all.
+
+    List columns of numbers are token columns and must have the lengths of `column` in every row. Columns of single numbers
+    become one number a sequence. Any other column is passed on as Python objects. In tensors integers of any width are
+    int64, floats of any width float32 and booleans bool, as `datasets` and `torch.tensor` of Python numbers have them.
+    Rows of shape (1, L), as tokenizers return them with `return_tensors`, count as rows of length L.
+
+    Empty rows are left out and counted in `report`. Reading is safe from several threads, and the data set pickles: a
+    memory-mapped `datasets.Dataset` as its path, other sources with their data.
+
+    Raises:
+        ValueError: a column is missing, a row holds a null, token columns differ in length, offsets are corrupt, or a row
+            is above `max_length` under "error". The message names the first such row.
+        TypeError: the source, or the type of `column`, is not one of those above.
+    """
+
+    columns: tuple[str, ...]
+    """Names of all columns read, "input_ids" first."""
+    lengths: npt.NDArray[Any]
+    """Tokens of each usable sequence, all at least 1; uint16, uint32 or int64, as small as fits."""
+    report: DatasetReport
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        column: str = "input_ids",
+        max_length: int | None = None,
+        overlong: Overlong = "error",
+        columns: Sequence[str] | None = None,
+    ) -> None:
+        self._column = column
+        self._wanted = columns
+        opened = self._open(source)
+        lengths = _read_lengths(self._readers, opened)
+        usable = apply_overlong(lengths, max_length, overlong)
+        self._rows, self._starts, self.lengths, self.report = usable
+        self._table_rows = _table_rows(self._rows, opened.index_map)
+        log_report(self.report, overlong, max_length)
+
+    @classmethod
+    def from_iterable(
+        cls,
+        rows: Iterable[Any],
+        *,
+        column: str = "input_ids",
+        max_length: int | None = None,
+        overlong: Overlong = "error",
+        columns: Sequence[str] | None = None,
+    ) -> TokenDataset:
+        """Copy any iterable or map-style data set of rows into Arrow memory, once. Arguments as of the class."""
+        table = rows_to_table(rows, column)
+        return cls(table, column=column, max_length=max_length, overlong=overlong, columns=columns)
+
+    def _open(self, source: Any) -> Source:
+        opened = open_source(source, self._column, self._wanted)
+        self._origin = opened.origin
+        self._readers = _read_columns(opened, self._column)
+        self.columns = (*self._readers.tokens, *self._readers.scalars, *self._readers.objects)
+        return opened
+
+    @property
+    def readers(self) -> Columns:
+        """The columns, for the collator."""
+        return self._readers
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Row of the source of each sequence, int64."""
+        return np.arange(len(self)) if self._rows is None else self._rows
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """First token of each sequence in its row, int64: above 0 only for later fragments of a split row."""
+        return np.zeros(len(self), np.int64) if self._starts is None else self._starts
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
+        """One sequence: int64, float32 or bool tensors of shape [length], scalars of shape [], objects as they are."""
+        number = operator.index(index)
+        selection = self.__getitems__([number + len(self) if number < 0 else number])
+        located = selection.locate()
+        row: dict[str, Any] = {name: read(column, located) for name, column in self._readers.tokens.items()}
+        for name, column in self._readers.scalars.items():
+            row[name] = read_scalars(column, located)[0]
+        for name, values in self._readers.objects.items():
+            row[name] = values[int(located.rows[0])].as_py()
+        return row
+
+    def __getitems__(self, ids: Sequence[int]) -> Selection:
+        """The sequences with these ids, in this order. Nothing is read before the collator reads it.
+
+        `ids` may carry `bin_offsets` and `repeated`, as the batches of our samplers do.
+        """
+        given = np.array(ids)
+        if given.size and given.dtype.kind not in "iu":
+            raise TypeError(f"ids must be whole numbers, not {given.dtype}: they are numbers of sequences")
+        numbers: npt.NDArray[np.int64] = given.astype(np.int64, copy=False)
+        if numbers.size and (numbers.min() < 0 or numbers.max() >= len(self)):
+            wrong = int(numbers[(numbers < 0) | (numbers >= len(self))][0])
+            raise IndexError(f"sequence {wrong} is outside 0..{len(self) - 1}")
+        bin_offsets = getattr(ids, "bin_offsets", (0, len(numbers)))
+        return Selection(self, numbers, bin_offsets, getattr(ids, "repeated", False))
+
+    def locate(self, ids: npt.NDArray[np.int64]) -> Located:
+        """Where the collator finds these sequences."""
+        rows = ids if self._table_rows is None else self._table_rows[ids]
+        starts = None if self._starts is None else self._starts[ids]
+        return Located(rows, starts, self.lengths[ids].astype(np.int64))
+
+    def source_rows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Row of the source of each of these sequences, as `rows[ids]` but without making `rows`."""
+        return ids if self._rows is None else self._rows[ids]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The readers point into memory of this process; the receiver opens the source again.
+        state = {
+            name: value for name, value in self.__dict__.items() if name not in ("_readers", "_table_rows")
+        }
+        return state | {"_origin": to_pickle(self._origin)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._table_rows = _table_rows(self._rows, self._open(from_pickle(self._origin)).index_map)
+
+
+class Selection(Sequence[dict[str, Any]]):
+    """The sequences of one batch: a data set and row ids. A collator reads it at once, others row by row."""
+
+    __slots__ = ("bin_offsets", "dataset", "ids", "repeated")
+
+    def __init__(
+        self, dataset: TokenDataset, ids: npt.NDArray[np.int64], bin_offsets: Sequence[int], repeated: bool
+    ) -> None:
+        self.dataset = dataset
+        self.ids = ids
+        self.bin_offsets = bin_offsets
+        """Boundaries of the bins in `ids`: bin b holds ids[bin_offsets[b]:bin_offsets[b + 1]]."""
+        self.repeated = repeated
+        """The batch repeats another one to give every rank a batch; its labels must not count."""
+
+    def locate(self) -> Located:
+        """Where the collator finds the sequences."""
+        return self.dataset.locate(self.ids)
+
+    def source_rows(self) -> npt.NDArray[np.int64]:
+        """Row of the source of each sequence, int64, shape [num_sequences]."""
+        return self.dataset.source_rows(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self.dataset[i] for i in self.ids[index]]
+        return self.dataset[self.ids[index]]
+
+
+def read(column: NumberColumn, located: Located) -> torch.Tensor:
+    """The tokens of all sequences, one after the other: shape [sum of lengths]."""
+    ends = np.cumsum(located.lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    out = torch.empty(total, dtype=column.dtype)
+    gather = _core.Gather(located.rows, located.starts, located.lengths, ends - located.lengths, total)
+    gather.tokens(column.reader, out.numpy(), 0)
+    gather.run()
+    return out
+
+
+def read_scalars(column: NumberColumn, located: Located) -> torch.Tensor:
+    """The number of each sequence: shape [number of sequences]."""
+    return read(column, Located(located.rows, None, np.ones_like(located.rows)))
+
+
+def _read_columns(source: Source, column: str) -> Columns:
+    columns = Columns()
+    for name in source.table.column_names:
+        values = plain(source.table.column(name))
+        if name == column and pa.types.is_null(values.type):
+            values = pa.chunked_array([pa.nulls(len(values), pa.list_(pa.null()))])
+        key = "input_ids" if name == column else name
+        if is_list_view(values.type):
+            raise TypeError(
+                f"column {name!r} is a {values.type}, whose rows may share values. Make it a list: "
+                "pa.LargeListArray.from_arrays(offsets summed from list_value_length, array.flatten())."
+            )
+        if is_tokens(values.type):
+            _refuse_nulls(name, null_rows(values), source)
+            columns.tokens[key] = read_tokens(values)
+        elif name == column:
+            raise TypeError(
+                f"column {name!r} is a {values.type}; it must be a list of numbers, one a token, in each row"
+            )
+        elif is_number(values.type):
+            _refuse_nulls(name, null_rows(values), source)
+            columns.scalars[key] = read_numbers(values)
+        else:
+            columns.objects[key] = values
+    if column != "input_ids" and "input_ids" in source.table.column_names:
+        raise ValueError(
+            f"{column!r} becomes 'input_ids', but there is another column of this name: leave it out by `columns`"
+        )
+    return columns
+
+
+def _refuse_nulls(name: str, nulls: npt.NDArray[np.int64], source: Source) -> None:
+    if source.index_map is not None and len(nulls):
+        nulls = np.flatnonzero(np.isin(source.index_map, nulls))
+    if len(nulls):
+        raise ValueError(
+            f"row {nulls[0]} of column {name!r} is null or holds a null ({len(nulls)} such rows): it has no token or number "
+            "to train on. Filter these rows out or fill them."
+        )
+
+
+def _read_lengths(columns: Columns, source: Source) -> npt.NDArray[Any]:
+    """Length of every row of the source, after checking that all token columns agree. Reads offsets, no values."""
+    lengths: npt.NDArray[Any] = np.empty(source.num_rows, np.uint16)
+    for first in range(0, source.num_rows, _ROWS_AT_ONCE):
+        last = min(first + _ROWS_AT_ONCE, source.num_rows)
+        rows = np.arange(first, last) if source.index_map is None else source.index_map[first:last]
+        block = _lengths_of(columns.tokens["input_ids"], rows)
+        for name, column in columns.tokens.items():
+            if name != "input_ids":
+                _check_equal_lengths(name, block, _lengths_of(column, rows), first)
+        lengths = _widen(lengths, int(block.max()))
+        lengths[first:last] = block
+    return lengths
+
+
+def _lengths_of(column: NumberColumn, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    lengths = np.empty(len(rows), np.int64)
+    column.reader.lengths(rows, lengths)
+    return lengths
+
+
+def _check_equal_lengths(
+    name: str, expected: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], first_row: int
+) -> None:
+    wrong = np.flatnonzero(expected != lengths)
+    if len(wrong):
+        row = wrong[0]
+        raise ValueError(
+            f"row {first_row + row} has {expected[row]} tokens but {lengths[row]} values of {name!r}: token columns need "
+            "one value a token. Repair the rows, or leave the column out by `columns`."
+        )
+
+
+def _widen(lengths: npt.NDArray[Any], longest: int) -> npt.NDArray[Any]:
+    for dtype in (np.uint16, np.uint32):
+        if longest <= np.iinfo(dtype).max:
+            return lengths.astype(np.promote_types(lengths.dtype, dtype), copy=False)
+    return lengths.astype(np.int64, copy=False)
+
+
+def _table_rows(
+    rows: npt.NDArray[np.int64] | None, index_map: npt.NDArray[np.int64] | None
+) -> npt.NDArray[np.int64] | None:
+    if index_map is None:
+        return rows
+    return index_map if rows is None else index_map[rows]

@@ -1,0 +1,1 @@
+"""Which rows come when and where: packing, plans, dealing to ranks."""

@@ -1,0 +1,90 @@
+"""Split the sequences of one optimizer step into equal numbers of micro-batches on every rank, as RL updates need.
+
+A pure function of the lengths: every rank computes the whole split and takes its own column, so that no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from multipack.order.balance import batch_cost, deal
+from multipack.order.packing import as_lengths, pack
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank takes in one micro-step."""
+
+    rows: Rows
+    """Positions in the lengths, at least one."""
+    repeated: bool
+    """It only keeps its rank in step, because there are fewer sequences than micro-batches, and must count for nothing."""
+
+
+def split_micro_batches(
+    lengths: ArrayLike, capacity: int, *, num_replicas: int, hidden_size: int = 4096
+) -> list[list[MicroBatch]]:
+    """Spread sequences over ranks in as few rounds of micro-batches as hold them, with costs as even as can be.
+
+    Args:
+        lengths: tokens of every sequence, shape [num_sequences], each in 1..capacity.
+        capacity: token slots of a micro-batch of one rank.
+        num_replicas: number of ranks.
+        hidden_size: of the model; says how much attention adds to the cost of a long sequence.
+
+    Returns:
+        Micro-batches by micro-step and rank: `answer[micro_step][rank]`. Each sequence is in exactly one that is not repeated.
+
+    Raises:
+        ValueError: there is no sequence, a length is outside 1..capacity, or num_replicas is below 1.
+    """
+    sizes = as_lengths(lengths)
+    if sizes.size == 0 or num_replicas < 1:
+        raise ValueError(
+            f"{sizes.size} sequences cannot be split over {num_replicas} ranks: no rank would have a micro-batch."
+        )
+    bins = _even_bins(sizes.astype(np.int64), capacity, num_replicas)
+    num_repeats = -len(bins) % num_replicas
+    wide = sizes.astype(np.int64)
+    costs = batch_cost([wide[b].sum() for b in bins], [(wide[b] ** 2).sum() for b in bins], hidden_size)
+    # Repeats cost less than anything, so that they share a micro-step.
+    dealt = deal(np.concatenate([costs, np.zeros(num_repeats)]), num_replicas, "micro_step")
+    everything = [*bins, *bins[:1] * num_repeats]
+    return [[MicroBatch(everything[b], bool(b >= len(bins))) for b in micro_step] for micro_step in dealt]
+
+
+def _even_bins(lengths: Rows, capacity: int, num_replicas: int) -> list[Rows]:
+    """Bins of similar size, a multiple of the ranks, as few as packing needs; fewer only if there are too few sequences."""
+    packing = pack(lengths, capacity, method="best_fit_decreasing")
+    packed = [np.asarray(packing[b], np.int64) for b in range(len(packing))]
+    num_bins = min(-(-len(packed) // num_replicas) * num_replicas, len(lengths))
+    spread = _longest_first(lengths, num_bins)
+    if max(int(lengths[rows].sum()) for rows in spread) <= capacity:
+        return spread
+    return _split_longest(packed, lengths, num_bins)
+
+
+def _longest_first(lengths: Rows, num_bins: int) -> list[Rows]:
+    """The longest sequence left goes to the bin with the fewest tokens (Graham 1969); bins may end above the capacity."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    emptiest = [(0, b) for b in range(num_bins)]
+    for row in np.argsort(-lengths, kind="stable"):
+        tokens, b = heapq.heappop(emptiest)
+        bins[b].append(int(row))
+        heapq.heappush(emptiest, (tokens + int(lengths[row]), b))
+    return [np.array(rows, np.int64) for rows in bins]
+
+
+def _split_longest(bins: list[Rows], lengths: Rows, num_bins: int) -> list[Rows]:
+    """Halve the bins with the most tokens until there are `num_bins`, which is at most the number of sequences."""
+    while len(bins) < num_bins:
+        widest = max((b for b in range(len(bins)) if len(bins[b]) > 1), key=lambda b: lengths[bins[b]].sum())
+        halves = _longest_first(lengths[bins[widest]], 2)
+        bins = [*bins[:widest], *(bins[widest][half] for half in halves), *bins[widest + 1 :]]
+    return bins

@@ -1,0 +1,1 @@
+"""Rows to train on: files, formats, the cache of tokens."""

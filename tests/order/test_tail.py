@@ -1,0 +1,68 @@
+"""Batches that do not fill a last micro-step, and the marked list that carries a batch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multipack.order.tail import BatchIndices, redeal
+
+
+def test_a_batch_is_a_list_that_remembers_its_bins():
+    batch = BatchIndices.of_bins([[4, 2], [7]])
+    assert batch == [4, 2, 7]
+    assert batch.bins == [[4, 2], [7]]
+    assert batch.num_bins == 2
+    repeat = batch.as_repeat()
+    for same in (pickle.loads(pickle.dumps(repeat)), copy.deepcopy(repeat)):
+        assert same == [4, 2, 7]
+        assert same.bin_offsets == (0, 2, 3)
+        assert same.repeated
+
+
+def test_every_rank_gets_one_of_four_sequences():
+    dealt = redeal([BatchIndices([8, 9, 10, 11])], 4, lambda row: 5)
+    assert sorted(map(tuple, dealt)) == [(8,), (9,), (10,), (11,)]
+
+
+def test_halves_weigh_the_same():
+    dealt = redeal([BatchIndices([0, 1, 2])], 2, lambda row: [10, 6, 4][row])
+    assert sorted(map(sorted, dealt)) == [[0], [1, 2]]
+
+
+def test_whole_bins_are_kept_together():
+    dealt = redeal([BatchIndices.of_bins([[0, 1], [2, 3]])], 2, lambda row: 1)
+    assert sorted(map(sorted, dealt)) == [[0, 1], [2, 3]]
+
+
+def test_with_fewer_sequences_than_ranks_the_rest_repeats():
+    dealt = redeal([BatchIndices([3]), BatchIndices([5])], 5, lambda row: 1)
+    assert [list(batch) for batch in dealt] == [[3], [5], [3], [5], [3]]
+    assert [batch.repeated for batch in dealt] == [False, False, True, True, True]
+
+
+@given(
+    st.integers(2, 7).flatmap(
+        lambda ranks: st.tuples(
+            st.just(ranks),
+            st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=ranks - 1),
+        )
+    )
+)
+def test_nothing_is_lost_and_parts_stay_inside_their_batch(case):
+    ranks, lengths_of_batches = case
+    lengths = [length for batch in lengths_of_batches for length in batch]
+    batches, first = [], 0
+    for batch in lengths_of_batches:
+        batches.append(BatchIndices(range(first, first + len(batch))))
+        first += len(batch)
+    dealt = redeal(batches, ranks, lengths.__getitem__)
+    assert len(dealt) == ranks
+    assert all(dealt)
+    kept = [row for batch in dealt if not batch.repeated for row in batch]
+    assert sorted(kept) == list(range(len(lengths)))
+    assert all(any(set(part) <= set(batch) for batch in batches) for part in dealt)
+    assert any(part.repeated for part in dealt) == (len(lengths) < ranks)
