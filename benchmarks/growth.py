@@ -31,7 +31,8 @@ from benchmarks.packing_rivals import (
 )
 from benchmarks.planning import seconds
 from benchmarks.report.tables import markdown_table, short
-from multipack import DistributedBatchSampler, EpochPlan, MultipackBatchSampler, batch_cost, deal
+from multipack import DistributedBatchSampler, EpochPlan, MultipackBatchSampler
+from multipack.order.balance import batch_cost, deal
 
 SIZES = (10**4, 10**5, 10**6, 10**7)
 CAPACITIES = (4096, 16_384, 65_536, 262_144, 1_048_576)
@@ -186,7 +187,7 @@ def ranks(rounds: int) -> None:
                 sampler = DistributedBatchSampler(
                     source, num_replicas=num_replicas, rank=num_replicas - 1, accumulate=4, balance=mode
                 )
-                return next(sampler.begin())
+                return next(sampler.read())
 
             return run
 

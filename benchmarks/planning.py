@@ -31,17 +31,9 @@ from benchmarks.length_sets import (
     real_sets,
 )
 from benchmarks.packing_rivals import lightbinpack
-from multipack import (
-    DistributedBatchSampler,
-    EpochPlan,
-    MultipackBatchSampler,
-    Packing,
-    batch_cost,
-    deal,
-    forecast,
-    pack,
-)
-from multipack.order.balance import loss_of_balance
+from multipack import DistributedBatchSampler, EpochPlan, MultipackBatchSampler, forecast, pack
+from multipack.order.balance import batch_cost, deal, loss_of_balance
+from multipack.order.packing import Packing
 
 LEFT_OUT = "Left out: needs the lengths and instances of the folder `shared` beside the checkout, which is not there."
 
@@ -286,7 +278,7 @@ for ranks, accumulate in ((1, 192), (3, 64), (8, 24), (64, 3)):
     samplers = [DistributedBatchSampler(MultipackBatchSampler(heavy_tail(60_000), 32768), num_replicas=ranks, rank=r,
                                         accumulate=accumulate, balance="micro_step") for r in range(ranks)]
     steps = []
-    batches = [list(s.begin()) for s in samplers]
+    batches = [list(s.read()) for s in samplers]
     for i in range(0, len(batches[0]), accumulate):
         steps.append(sorted(row for b in batches for batch in b[i:i + accumulate] if not batch.repeated for row in batch))
     answer[ranks] = hashlib.sha256(json.dumps(steps).encode()).hexdigest()[:16]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 
-from multipack.loading.loader import packed_dataloader
+from multipack.loading.packed import packed_dataloader
 
 MOST_GROWTH_BYTES = 8e6
 SAMPLES = 200

@@ -16,8 +16,8 @@ import pytest
 
 from benchmarks.balance_rivals import Costs, Dealt, heap_longest_first, karmarkar_karp
 from benchmarks.length_sets import heavy_tail
-from multipack import EpochPlan, batch_cost, deal
-from multipack.order.balance import loss_of_balance
+from multipack import EpochPlan
+from multipack.order.balance import batch_cost, deal, loss_of_balance
 
 RANKS, ACCUMULATE = 64, 16
 

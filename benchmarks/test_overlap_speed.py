@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from benchmarks.loading_rivals import Workload, our_loader, torch_loader, workload
-from multipack import Prefetcher
+from multipack.loading.prefetch import Prefetcher
 
 STEP_S = 0.020
 SLEEP_STEPS = 100

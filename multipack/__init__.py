@@ -12,39 +12,31 @@ except ImportError as error:
     ) from error
 
 from multipack.data.collate import PackedCollator, PaddedCollator
-from multipack.data.dataset import Selection, TokenDataset
-from multipack.loading.loader import DataLoader, packed_dataloader
-from multipack.loading.prefetch import Prefetcher
+from multipack.data.dataset import TokenDataset
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
 from multipack.loading.stats import LoaderStats
-from multipack.order.balance import batch_cost, deal
-from multipack.order.micro_batches import MicroBatch, split_micro_batches
-from multipack.order.packing import Packing, lower_bound, pack
-from multipack.order.plan import EpochPlan, Forecast, forecast
-from multipack.order.sampler import BatchIndices, DistributedBatchSampler, MultipackBatchSampler
+from multipack.loading.steps import optimizer_steps
+from multipack.order.micro_batches import split_micro_batches
+from multipack.order.packing import pack
+from multipack.order.plan import EpochPlan, forecast
+from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 from multipack.order.stream import StreamPacker
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BatchIndices",
     "DataLoader",
     "DistributedBatchSampler",
     "EpochPlan",
-    "Forecast",
     "LoaderStats",
-    "MicroBatch",
     "MultipackBatchSampler",
     "PackedCollator",
-    "Packing",
     "PaddedCollator",
-    "Prefetcher",
-    "Selection",
     "StreamPacker",
     "TokenDataset",
-    "batch_cost",
-    "deal",
     "forecast",
-    "lower_bound",
+    "optimizer_steps",
     "pack",
     "packed_dataloader",
     "split_micro_batches",

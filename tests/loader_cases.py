@@ -9,12 +9,13 @@ from torch.utils.data import (
     Dataset,
 )
 
-from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
 
 WAYS = [
     {"num_workers": 0},
-    {"num_workers": 1, "prefetch_batches": 7},
-    {"num_workers": 3},
+    {"num_workers": 1, "prefetch_batches": 7, "worker_type": "thread"},
+    {"num_workers": 3, "worker_type": "thread"},
     {"num_workers": 2, "worker_type": "process"},
 ]
 

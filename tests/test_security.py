@@ -18,7 +18,8 @@ import torch
 from faults.attempts import ended, keys, killed_at_the_end, start_ranks, write_texts
 
 from multipack import DistributedBatchSampler, MultipackBatchSampler, StreamPacker
-from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
 from multipack.train.checkpoint import read_state
 from multipack.train.config import TrainConfig, load_config
 from multipack.train.ppo.config import PPOConfig

@@ -222,7 +222,9 @@ def _balance(sampler: MultipackBatchSampler, question: Question) -> tuple[Balanc
     if question.ranks == 1 or whole == 0:
         return ()
     picked = np.unique(np.linspace(0, whole - 1, min(whole, _STEPS_LOOKED_AT)).astype(np.int64))
-    steps = [sampler.batches.costs(int(step) * size, size, question.hidden_size) for step in picked]
+    steps = [
+        sampler.order.costs(int(step) * size, (int(step) + 1) * size, question.hidden_size) for step in picked
+    ]
     best = sum(costs.sum() for costs in steps) / question.ranks
     return tuple(
         Balance(

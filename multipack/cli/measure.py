@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from multipack.cli.scan import Progress, Scanned, data_files
 from multipack.data.dataset import TokenDataset
 from multipack.data.overlong import Overlong
-from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
 from multipack.order.packing import MethodName
 
 _MOST_MADE_UP_TOKENS = 200_000_000

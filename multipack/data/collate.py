@@ -27,6 +27,7 @@ _MADE_HERE = frozenset(
     {
         *("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens_real", "indices"),
         *("max_length_q", "max_length_k", "num_tokens", "num_sequences", "num_target_tokens"),
+        *("num_slots", "num_bins", "bin_capacity"),
     }
 )
 _MAX_INT32 = 2**31 - 1
@@ -77,9 +78,12 @@ class _Collator:
             num_targets = 0
         if self.return_indices:
             batch["indices"] = torch.from_numpy(selection.source_rows())
-        batch["num_tokens"] = int(located.lengths.sum())
-        batch["num_sequences"] = len(selection)
+        batch["num_tokens"] = 0 if selection.repeated else int(located.lengths.sum())
+        batch["num_sequences"] = 0 if selection.repeated else len(selection)
         batch["num_target_tokens"] = num_targets
+        batch["num_slots"] = slots.shape[0] * slots.shape[1]
+        batch["num_bins"] = len(selection.bin_offsets) - 1
+        batch["bin_capacity"] = selection.bin_capacity
         return batch
 
     def _write_tokens(self, batch: Batch, columns: Columns, located: Located, slots: _Slots) -> int:
@@ -133,7 +137,14 @@ class PackedCollator(_Collator):
     - further token columns in the shape of `input_ids` (0 where padded), one number a sequence for scalar columns, a list
       for anything else. There is never an `attention_mask`: a mask of ones makes models treat the batch as one sequence.
     - ints `num_tokens` (without padding), `num_sequences` (without padding) and `num_target_tokens` (labels that are not
-      `ignore_index`).
+      `ignore_index`), all 0 for a batch that only repeats another; `num_slots` (with padding), `num_bins` and `bin_capacity` (0 where
+      nothing was packed).
+
+    >>> batch = collate(rows([11, 12, 13], [21, 22]))          # capacity 6, pad_to="capacity"
+    input_ids     11  12  13  21  22   0
+    labels      -100  12  13 -100 22 -100
+    position_ids   0   1   2   0   1   0
+    cu_seq_lens_q  0           3       5   6
 
     Labels are unshifted, as transformers' models expect: the `labels` column as it is, else `input_ids` where each of
     `loss_mask`, `assistant_masks`, `assistant_mask` and `completion_mask` that is there is nonzero. A selection marked as repeated
@@ -147,7 +158,7 @@ class PackedCollator(_Collator):
     layout: Literal["flat", "rows"] = "flat"
     """"flat": one row with all sequences. "rows": a row a bin, `capacity` slots each, for static shapes."""
     capacity: int | None = None
-    """Token slots of a bin; needed by "rows" and by pad_to="capacity"."""
+    """Token slots of a bin, for rows that were not packed by our samplers, whose batches carry it."""
     pad_to: Literal["capacity"] | int | None = None
     """Slots of a flat batch: as many as tokens (None), the capacity of its bins, or a multiple of a number."""
     align_to: int = 1
@@ -158,8 +169,6 @@ class PackedCollator(_Collator):
 
     def __post_init__(self) -> None:
         check_choice("layout", self.layout, ("flat", "rows"))
-        if self.capacity is None and (self.layout == "rows" or self.pad_to == "capacity"):
-            raise ValueError("layout='rows' and pad_to='capacity' need the capacity of a bin in token slots")
         if self.layout == "rows" and self.pad_to is not None:
             raise ValueError(
                 f"pad_to={self.pad_to!r} is for layout='flat'; rows always have `capacity` slots"
@@ -179,10 +188,14 @@ class PackedCollator(_Collator):
         stored = (
             -(-located.lengths // self.align_to) * self.align_to if self.align_to > 1 else located.lengths
         )
+        bin_offsets = np.asarray(selection.bin_offsets)
+        capacity = self._capacity_of(selection)
+        if capacity:
+            _check_fit(stored, bin_offsets, capacity)
         if self.layout == "flat":
-            slots = self._flat_slots(stored, len(selection.bin_offsets) - 1)
+            slots = self._flat_slots(stored, capacity * (len(bin_offsets) - 1))
         else:
-            slots = self._row_slots(stored, np.asarray(selection.bin_offsets))
+            slots = self._row_slots(stored, bin_offsets, capacity)
         batch = self._batch(selection, located, slots)
         assert slots.boundaries is not None
         batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.from_numpy(slots.boundaries)
@@ -192,18 +205,28 @@ class PackedCollator(_Collator):
             batch["cu_seq_lens_real"] = torch.from_numpy(real.astype(np.int32))
         return batch
 
-    def _flat_slots(self, stored: npt.NDArray[np.int64], num_bins: int) -> _Slots:
+    def _capacity_of(self, selection: Selection) -> int:
+        """Token slots of a bin, 0 where that is unknown and not needed."""
+        if self.capacity and selection.bin_capacity and self.capacity != selection.bin_capacity:
+            raise ValueError(
+                f"the bins were packed with a capacity of {selection.bin_capacity} and the collator has {self.capacity}: leave the "
+                "collator's out, since the batches of our samplers carry it."
+            )
+        capacity = selection.bin_capacity or self.capacity or 0
+        if not capacity and (self.layout == "rows" or self.pad_to == "capacity"):
+            raise ValueError(
+                "layout='rows' and pad_to='capacity' need the capacity of a bin in token slots, which these rows do not carry: pass "
+                "PackedCollator(capacity=...)."
+            )
+        return capacity
+
+    def _flat_slots(self, stored: npt.NDArray[np.int64], room: int) -> _Slots:
         ends = np.cumsum(stored)
         used = int(ends[-1])
         if self.pad_to is None:
             num_slots = used
-        elif self.pad_to == "capacity":
-            assert self.capacity is not None
-            num_slots = self.capacity * num_bins
-            if used > num_slots:
-                raise ValueError(_does_not_fit(used, num_slots, num_bins))
         else:
-            num_slots = -(-used // self.pad_to) * self.pad_to
+            num_slots = room if self.pad_to == "capacity" else -(-used // self.pad_to) * self.pad_to
         _check_int32(num_slots)
         boundaries = np.empty(len(ends) + 1 + (num_slots > used), np.int32)
         boundaries[0] = 0
@@ -211,20 +234,19 @@ class PackedCollator(_Collator):
         boundaries[-1] = num_slots
         return _Slots((1, num_slots), ends - stored, boundaries, self.position_start)
 
-    def _row_slots(self, stored: npt.NDArray[np.int64], bin_offsets: npt.NDArray[np.int64]) -> _Slots:
-        assert self.capacity is not None
+    def _row_slots(
+        self, stored: npt.NDArray[np.int64], bin_offsets: npt.NDArray[np.int64], capacity: int
+    ) -> _Slots:
         num_bins = len(bin_offsets) - 1
         ends = np.concatenate(([0], np.cumsum(stored)))
         used = np.diff(ends[bin_offsets])
-        if used.max() > self.capacity:
-            raise ValueError(_does_not_fit(int(used.max()), self.capacity, 1))
-        num_slots = num_bins * self.capacity
+        num_slots = num_bins * capacity
         _check_int32(num_slots)
-        first_slots = np.arange(num_bins) * self.capacity
+        first_slots = np.arange(num_bins) * capacity
         places = ends[:-1] + np.repeat(first_slots - ends[bin_offsets[:-1]], np.diff(bin_offsets))
-        padding = (first_slots + used)[used < self.capacity]
+        padding = (first_slots + used)[used < capacity]
         boundaries = np.sort(np.concatenate((places, padding, [num_slots]))).astype(np.int32)
-        return _Slots((num_bins, self.capacity), places, boundaries, self.position_start)
+        return _Slots((num_bins, capacity), places, boundaries, self.position_start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,8 +334,10 @@ def _check_int32(num_slots: int) -> None:
         )
 
 
-def _does_not_fit(used: int, room: int, num_bins: int) -> str:
-    return (
-        f"the sequences take {used} slots, but {num_bins} bin(s) have {room}: the collator's capacity (and align_to) must "
-        "be those the bins were planned with"
-    )
+def _check_fit(stored: npt.NDArray[np.int64], bin_offsets: npt.NDArray[np.int64], capacity: int) -> None:
+    used = np.add.reduceat(stored, bin_offsets[:-1])
+    if used.max() > capacity:
+        raise ValueError(
+            f"bin {int(used.argmax())} of the batch takes {int(used.max())} slots, above the capacity of {capacity}: the capacity (and "
+            "align_to) must be those the bins were planned with."
+        )

@@ -150,7 +150,7 @@ class TokenDataset(Dataset[dict[str, Any]]):
     def __getitems__(self, ids: Sequence[int]) -> Selection:
         """The sequences with these ids, in this order. Nothing is read before the collator reads it.
 
-        `ids` may carry `bin_offsets` and `repeated`, as the batches of our samplers do.
+        `ids` may carry `bin_offsets`, `bin_capacity` and `repeated`, as the batches of our samplers do.
         """
         given = np.array(ids)
         if given.size and given.dtype.kind not in "iu":
@@ -160,7 +160,8 @@ class TokenDataset(Dataset[dict[str, Any]]):
             wrong = int(numbers[(numbers < 0) | (numbers >= len(self))][0])
             raise IndexError(f"sequence {wrong} is outside 0..{len(self) - 1}")
         bin_offsets = getattr(ids, "bin_offsets", (0, len(numbers)))
-        return Selection(self, numbers, bin_offsets, getattr(ids, "repeated", False))
+        repeated, bin_capacity = getattr(ids, "repeated", False), getattr(ids, "bin_capacity", 0)
+        return Selection(self, numbers, bin_offsets, repeated=repeated, bin_capacity=bin_capacity)
 
     def locate(self, ids: npt.NDArray[np.int64]) -> Located:
         """Where the collator finds these sequences."""
@@ -187,15 +188,23 @@ class TokenDataset(Dataset[dict[str, Any]]):
 class Selection(Sequence[dict[str, Any]]):
     """The sequences of one batch: a data set and row ids. A collator reads it at once, others row by row."""
 
-    __slots__ = ("bin_offsets", "dataset", "ids", "repeated")
+    __slots__ = ("bin_capacity", "bin_offsets", "dataset", "ids", "repeated")
 
     def __init__(
-        self, dataset: TokenDataset, ids: npt.NDArray[np.int64], bin_offsets: Sequence[int], repeated: bool
+        self,
+        dataset: TokenDataset,
+        ids: npt.NDArray[np.int64],
+        bin_offsets: Sequence[int],
+        *,
+        repeated: bool = False,
+        bin_capacity: int = 0,
     ) -> None:
         self.dataset = dataset
         self.ids = ids
         self.bin_offsets = bin_offsets
         """Boundaries of the bins in `ids`: bin b holds ids[bin_offsets[b]:bin_offsets[b + 1]]."""
+        self.bin_capacity = bin_capacity
+        """Token slots of each bin; 0 where nothing was packed."""
         self.repeated = repeated
         """The batch repeats another one to give every rank a batch; its labels must not count."""
 

@@ -32,13 +32,5 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         sampler, MultipackBatchSampler | DistributedBatchSampler
     ):
         return accelerate.skip_first_batches(loader, num_batches)
-    if not 0 <= num_batches <= sampler.remaining:
-        raise ValueError(
-            f"cannot skip {num_batches} batches: epoch {sampler.epoch} has {sampler.remaining} left for this rank. Was it saved with "
-            "other data or another number of ranks? accelerator.load_state knows the place on any number of ranks."
-        )
-    sampler.begin()
-    for _ in range(num_batches):
-        sampler.advance()
-    sampler.load_state_dict(sampler.state_dict())
+    sampler.skip(num_batches)
     return loader

@@ -10,7 +10,8 @@ from typing import Any
 
 import lightning
 
-from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
 
 
 class PackedDataModule(lightning.LightningDataModule):  # type: ignore[misc]

@@ -24,7 +24,8 @@ from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
 from multipack.integrations.accelerate import skip_first_batches
 from multipack.integrations.attention import ATTENTION, model_inputs
-from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
 from multipack.order.sampler import DistributedBatchSampler
 from multipack.order.stream import StreamPacker
 

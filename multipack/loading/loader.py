@@ -6,57 +6,57 @@ torch DataLoader from those three gets the same batches, bit for bit.
 
 from __future__ import annotations
 
-import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
 
-from multipack.data.collate import PackedCollator
+from multipack.arguments import check_choice
+from multipack.data.collate import PackedCollator, PaddedCollator
 from multipack.data.dataset import TokenDataset
-from multipack.data.overlong import Overlong
-from multipack.loading.accelerate_view import accelerate_device
+from multipack.frameworks import (
+    AccelerateListener,
+    RankSampler,
+    accelerate_device,
+    check_dealt,
+    is_dealt_to_ranks,
+)
 from multipack.loading.device import DeviceCopier, DeviceLike, device_copier
-from multipack.loading.framework_view import RankSampler, check_dealt, is_dealt_to_ranks
-from multipack.loading.loader_iterator import LoaderIterator, Maker
-from multipack.loading.position import Position, StreamPosition, position_of
-from multipack.loading.prefetch import Prefetcher
-from multipack.loading.process_feed import ProcessFeed
+from multipack.loading.feeds import Feed, SamplerFeed, StreamFeed, is_own_stream, is_stream
+from multipack.loading.passes import LoaderIterator, Maker, Source, ThreadPass, row_fetcher
 from multipack.loading.stats import LoaderStats
-from multipack.order.balance import BalanceMode
-from multipack.order.packing import PackMethod
+from multipack.loading.torch_samplers import TorchSamplerFeed, draw_worker_seed, tell_epoch
+from multipack.loading.workers import Recorder, TorchPass
 from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
-from multipack.order.tail import Tail
 
 T_co = TypeVar("T_co", covariant=True)
-WorkerType: TypeAlias = Literal["thread", "process"]
+WorkerType: TypeAlias = Literal["auto", "thread", "process"]
 
 
 class DataLoader(TorchDataLoader[T_co]):
-    """torch's DataLoader with its whole signature; batches are made in background threads, in order, and ready when asked for.
+    """torch's DataLoader with its whole signature; batches of our own parts are made in background threads, in order.
 
-    Arguments that are not listed mean what they mean in torch.
+    Our own parts are TokenDataset with our samplers and collators, and StreamPacker: they are known to be pure. Over anything else a
+    script that changes its import line keeps its batches, its random numbers, its worker functions, its errors and its thread, unless
+    it asks for threads. Arguments that are not listed mean what they mean in torch.
 
     Args:
-        num_workers: background threads; None is 1. 0 makes each batch when it is asked for. Above 1 the data set must be safe to
-            read from several threads; an iterable one is read by one thread and collated by all.
+        num_workers: background threads or, over parts that are not ours, torch's worker processes. None: one thread over our own
+            parts, and torch's 0 otherwise. 0 makes each batch when it is asked for. With threads above 1 a data set of yours must
+            be safe to read from several threads; an iterable one is read by one thread and collated by all.
         prefetch_factor: batches a worker may be ahead, 2 if None; times `num_workers` it bounds the queue.
         prefetch_batches: bounds the queue instead: batches taken from the sampler and not yet yielded; 0 makes each batch when it
             is asked for. A batch of 65,536 tokens is about 1.6 MB.
         device: copy batches there from pinned memory on a side stream; they are ready when yielded. None and "cpu" leave them.
-        worker_type: "thread", or "process" for torch's worker processes behind our queue, which then holds one batch more.
-            Processes help where a collator is slow Python, or where the data set draws from global random states.
-        timeout: seconds to wait for a batch before a RuntimeError, with the stacks of the threads; 0 waits for ever.
-        worker_init_fn: called in each thread with its number. `get_worker_info()` is None there, as there is one data set.
-        persistent_workers, multiprocessing_context: for worker_type="process"; threads start in no time.
-        in_order: batches always keep the order of the sampler, which False permits.
-
-    With torch's samplers and the same `num_workers` the order is that of torch's loader for the same generator or global seed.
+        worker_type: "thread"; "process" for torch's worker processes; "auto" takes threads over our own parts where neither
+            `worker_init_fn` nor `multiprocessing_context` is given, else processes. Threads over parts of yours run beside the
+            training loop: they share its global random states, so seeded runs repeat only if nothing draws from those.
+        timeout: seconds to wait for a batch before a RuntimeError, with the stacks of the threads; 0 waits without a limit.
+        worker_init_fn, persistent_workers, multiprocessing_context: for worker processes. Threads have no state of their own that
+            `worker_init_fn` could set up.
+        in_order: threads always keep the order of the sampler, which False permits.
 
     Raises:
         ValueError: a number is negative, or arguments exclude each other.
@@ -70,6 +70,8 @@ class DataLoader(TorchDataLoader[T_co]):
     """For accelerate: save and load `state_dict` with its checkpoints."""
 
     _prepared_by_accelerate = False
+    _recorder: Recorder | None = None
+    _feed: Feed | None = None
 
     def __init__(
         self,
@@ -93,21 +95,13 @@ class DataLoader(TorchDataLoader[T_co]):
         in_order: bool = True,
         prefetch_batches: int | None = None,
         device: DeviceLike | None = None,
-        worker_type: WorkerType = "thread",
+        worker_type: WorkerType = "auto",
     ) -> None:
-        workers = 1 if num_workers is None else num_workers
-        if worker_type not in ("thread", "process"):
-            raise ValueError(f"worker_type is {worker_type!r}; it must be 'thread' or 'process'.")
+        check_choice("worker_type", worker_type, ("auto", "thread", "process"))
         if prefetch_batches is not None and prefetch_batches < 0:
             raise ValueError(
                 f"prefetch_batches is {prefetch_batches}, below 0; 0 makes each batch when it is asked for."
             )
-        if timeout > 0 and (workers == 0 or prefetch_batches == 0):
-            raise ValueError(
-                f"timeout={timeout} with nothing made ahead: nobody can watch. Use num_workers >= 1, or timeout=0."
-            )
-        if worker_type == "process" and workers > 0 and prefetch_batches:
-            prefetch_factor = -(-prefetch_batches // workers)
         self.worker_type: WorkerType = worker_type
         self.prefetch_batches = prefetch_batches
         self.device = device
@@ -116,8 +110,8 @@ class DataLoader(TorchDataLoader[T_co]):
             batch_size,
             shuffle,
             sampler,
-            batch_sampler,  # type: ignore[arg-type]
-            workers,
+            batch_sampler,  # type: ignore[arg-type]  # torch takes any iterable of ids
+            num_workers or 0,
             collate_fn,
             pin_memory,
             drop_last,
@@ -128,51 +122,36 @@ class DataLoader(TorchDataLoader[T_co]):
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
+            in_order=in_order,
         )
+        self._workers_by_default = num_workers is None
+        if prefetch_batches and self.num_workers > 0 and not self._runs_threads:
+            self.prefetch_factor = -(-prefetch_batches // self.num_workers)
         if isinstance(batch_sampler, DistributedBatchSampler):
-            # torch's own, which nobody reads, may not be set from here on.
+            # torch forbids assigning `sampler` after construction; go around its __setattr__.
             self.__dict__["sampler"] = RankSampler(batch_sampler, dataset)
-        self._draws_first = bool(num_workers)  # torch's workers take their first ids in iter()
-        self._stats = LoaderStats(queue_depth=self._depth)
-        self._newest: Callable[[], LoaderIterator | None] = _no_iterator
         self._copier: DeviceCopier | None = None
-        is_stream = isinstance(self.dataset, IterableDataset)
-        self._stream_rows = self._read_stream() if is_stream else None
-        self._position: Position = (
-            StreamPosition(self.dataset, None if self._runs_processes else self._stream_rows)
-            if is_stream
-            else position_of(self._index_sampler, generator)
-        )
-        self._feed = self._make_feed()
+        self._check_threads()
+        self._stats = LoaderStats(queue_depth=self._depth)
 
-    def __iter__(self) -> LoaderIterator:  # type: ignore[override]
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "num_workers":
+            self.__dict__["_workers_by_default"] = False
+        super().__setattr__(name, value)
+
+    def __iter__(self) -> LoaderIterator:  # type: ignore[override]  # torch's iterator class is private
         check_dealt(self)
+        self._stats.queue_depth = self._depth
         copier = self._device_copier()
-        fetch: Callable[[Any], Any]
-        pin_for = None
-        if self._feed is not None:
-            pairs: Iterable[tuple[Any, Any]] = self._feed.open(super().__iter__)
-            fetch = attrgetter("batch")
-        else:
-            pin_for = self._pinning_device()
-            if self._stream_rows is not None:
-                self._stream_rows._IterableDataset_len_called = self._IterableDataset_len_called
-                fetch = self.collate_fn
-            else:
-                fetch = functools.partial(_fetch, self.dataset, self.collate_fn, self._auto_collation)
-            pairs = self._position.start(self._draws_first)
-        prefetcher = Prefetcher(
-            pairs,
-            depth=self._depth,
-            threads=1 if self._feed is not None else max(1, self.num_workers),
-            map=Maker(fetch, self._capacity, pin_for, copier),
-            timeout=0 if self._feed is not None else self.timeout,
-            on_thread_start=None if self._feed is not None else self.worker_init_fn,
-            name="multipack-loader",
+        feed = self._current_feed()
+        return LoaderIterator(
+            feed,
+            lambda: self._open(feed, copier),
+            stats=self._stats,
+            copier=copier,
+            listener=AccelerateListener(self),
+            length=self.__len__,
         )
-        iterator = LoaderIterator(self, prefetcher, copier)
-        self._newest = weakref.ref(iterator)
-        return iterator
 
     @property
     def stats(self) -> LoaderStats:
@@ -182,14 +161,11 @@ class DataLoader(TorchDataLoader[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers and the data set the epoch, where they want to know.
 
-        Our samplers go on by themselves after a whole epoch; this is for others, and for going anywhere else.
+        Our samplers advance after a whole epoch; this is for others, and for going anywhere else.
         """
-        self._position.set_epoch(epoch)
-        inner = getattr(self.batch_sampler, "sampler", None)
-        for target in {id(t): t for t in (self.batch_sampler, self.sampler, inner, self.dataset)}.values():
-            set_epoch = getattr(target, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+        feed = self._current_feed()
+        feed.set_epoch(epoch)
+        tell_epoch(epoch, *(other for other in (self.sampler, self.dataset) if not _is_part_of(feed, other)))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the newest pass stands, by the batches it yielded, or where the next one begins.
@@ -197,22 +173,20 @@ class DataLoader(TorchDataLoader[T_co]):
         Raises:
             ValueError: DistributedBatchSampler wraps a sampler that draws its order at random.
         """
-        return self._position.state_dict()
+        return self._current_feed().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next pass begin there, with any number and type of workers. No row is read to get there.
+        """Resume there with the next batch, with any number and type of workers. No row is read to get there.
 
         Raises:
-            ValueError: the state is of other data, or was saved where nobody can go on. With a sampler that is not ours this may
-                also be raised by the next pass, when the sampler turns out to give another order.
+            ValueError: the state is of other data, or was saved where its position was unknown. With a sampler that is not ours this
+                may also be raised by the next pass, when the sampler turns out to give another order.
         """
-        self._position.load_state_dict(state_dict)
-        if state_dict.get("epoch") is not None:  # of a sampler that is not ours
-            self.set_epoch(state_dict["epoch"])
+        self._current_feed().load_state_dict(state_dict)
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Whether the batches are this rank's already, so that accelerate must not deal them once more."""
+        """Whether the batches are this rank's already, so that accelerate must not shard them again."""
         return is_dealt_to_ranks(self)
 
     @_is_accelerate_prepared.setter
@@ -221,58 +195,120 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def check_worker_number_rationality(self) -> None:
         """Leave out torch's warning about too many processes where there are only threads."""
-        if self.worker_type == "process":
+        if not self._runs_threads:
             super().check_worker_number_rationality()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_iterator": None, "_copier": None, "_feed": None, "_newest": _no_iterator}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._feed = self._make_feed()
+        return self.__dict__ | {"_iterator": None, "_copier": None, "_recorder": None}
 
     @property
-    def _runs_processes(self) -> bool:
-        return self.worker_type == "process" and self.num_workers > 0
+    def _is_ours(self) -> bool:
+        """Whether the parts are our own, which draw from no global state and are safe to read from threads."""
+        if type(self.collate_fn) not in (PackedCollator, PaddedCollator):
+            return False
+        if is_own_stream(self.dataset):
+            return True
+        samplers = (MultipackBatchSampler, DistributedBatchSampler)
+        return type(self.dataset) is TokenDataset and type(self.batch_sampler) in samplers
+
+    @property
+    def _runs_threads(self) -> bool:
+        """Whether batches are made by our threads (or by nobody but the consumer, over our own parts)."""
+        if self.worker_type == "auto":
+            given = self.worker_init_fn is not None or self.multiprocessing_context is not None
+            return self._is_ours and not given
+        return self.worker_type == "thread" and (self._is_ours or self.num_workers > 0)
+
+    @property
+    def _num_threads(self) -> int:
+        return 1 if self._workers_by_default and self._is_ours else self.num_workers
 
     @property
     def _depth(self) -> int:
-        """Bound of our queue. Worker processes have one of their own before it, so one ready batch is enough there."""
-        if self.num_workers == 0 or self.prefetch_batches == 0:
+        """Bound of our queue."""
+        if not self._runs_threads or self._num_threads == 0 or self.prefetch_batches == 0:
             return 0
-        if self._runs_processes:
-            return 1
-        return self.prefetch_batches or (self.prefetch_factor or 0) * self.num_workers
+        return self.prefetch_batches or (self.prefetch_factor or 2) * self._num_threads
 
     @property
     def _index_sampler(self) -> Any:
-        """Where torch's own iterator takes ids from: through the feed, if there is one."""
-        feed = self.__dict__.get("_feed")
-        return super()._index_sampler if feed is None or self._stream_rows is not None else feed
+        """Where torch's own iterator takes ids from: through the recorder, while it reads for us."""
+        return super()._index_sampler if self._recorder is None else self._recorder
 
-    @property
-    def _capacity(self) -> int:
-        """Token slots of a bin, 0 where nothing is packed."""
-        packs = self.batch_sampler if self._stream_rows is None else self.dataset
-        return getattr(packs, "capacity", None) or 0
+    def _current_feed(self) -> Feed:
+        """The feed of the sampler or data set that is there now: scripts may put another one in its place."""
+        source = self.dataset if is_stream(self.dataset) else super()._index_sampler
+        if self._feed is None or self._feed.source is not source:
+            self._feed = self._make_feed(source)
+        return self._feed
 
-    def _make_feed(self) -> ProcessFeed | None:
-        if not self._runs_processes:
-            return None
-        has_ids = self._stream_rows is None
-        return ProcessFeed(
-            super()._index_sampler, self._position, has_ids=has_ids, persistent=self.persistent_workers
+    def _make_feed(self, source: Any) -> Feed:
+        if is_stream(source):
+            return StreamFeed(source, self._read_stream() if self._runs_threads else None)
+        if isinstance(source, MultipackBatchSampler | DistributedBatchSampler):
+            return SamplerFeed(source)
+        return TorchSamplerFeed(source, self.generator)
+
+    def _open(self, feed: Feed, copier: DeviceCopier | None) -> Source:
+        """Begin a pass."""
+        if not self._runs_threads:
+            return self._open_torch(feed, copier)
+        fetch = self.collate_fn
+        if not is_stream(self.dataset):
+            fetch = row_fetcher(self.dataset, self.collate_fn, self._auto_collation)
+        return ThreadPass(
+            feed,
+            None if self._is_ours else self._worker_seed_drawer(feed),
+            depth=self._depth,
+            threads=max(1, self._num_threads),
+            map=Maker(fetch, self._pinning_device(), copier),
+            timeout=self.timeout if self._depth else 0,
+            name="multipack-loader",
         )
 
-    def _read_stream(self) -> TorchDataLoader[Any]:
-        """torch's own reading of an iterable data set: the rows of each batch, not yet collated."""
-        return TorchDataLoader(
-            self.dataset,
-            self.batch_size,
-            drop_last=self.drop_last,
-            collate_fn=_as_they_are,
+    def _worker_seed_drawer(self, feed: Feed) -> Callable[[], None]:
+        """Draws what torch's loader draws as a pass begins; of a pass that is resumed it was drawn then, unless a generator is replayed."""
+        drawn = isinstance(feed, TorchSamplerFeed) and feed.resumes and self.generator is None
+        if drawn or isinstance(feed, StreamFeed):  # whose rows torch's own loader reads
+            return lambda: None
+        return lambda: draw_worker_seed(self.generator)
+
+    def _open_torch(self, feed: Feed, copier: DeviceCopier | None) -> TorchPass:
+        if self._recorder is None or self._recorder.feed is not feed:
+            self._recorder = Recorder(feed, super()._index_sampler)
+        return TorchPass(
+            self._recorder,
+            super().__iter__,
+            Maker(self.collate_fn, None, copier).finish,
             generator=self.generator,
+            is_parallel=self.num_workers > 0,
+            keeps_workers=self.persistent_workers,
         )
+
+    def _read_stream(self) -> Iterable[Any]:
+        """The rows of each batch of an iterable data set, not yet collated: of other people's as torch reads them."""
+        rows: Any = self.dataset
+        if is_own_stream(rows):
+            return rows  # type: ignore[no-any-return]  # an iterable of selections
+        return TorchDataLoader(
+            rows, self.batch_size, drop_last=self.drop_last, collate_fn=_as_they_are, generator=self.generator
+        )
+
+    def _check_threads(self) -> None:
+        """Refuse what threads cannot do."""
+        if self.worker_type == "thread" and self.worker_init_fn is not None:
+            raise ValueError(
+                "worker_init_fn sets up a worker process of its own; in threads it would change the training process, its random "
+                "states above all. Use worker_type='process', or set up the data set where it is built."
+            )
+        if self.prefetch_batches and not (self._num_threads or self.num_workers):
+            raise ValueError(
+                f"prefetch_batches={self.prefetch_batches} with nothing that prefetches: pass num_workers >= 1, or leave it out."
+            )
+        if self.timeout > 0 and self._runs_threads and self._depth == 0:
+            raise ValueError(
+                f"timeout={self.timeout} without prefetching: there is no thread to enforce it. Use num_workers >= 1, or timeout=0."
+            )
 
     def _device_copier(self) -> DeviceCopier | None:
         """The copier for `device`, or for accelerate's device when an Accelerator prepared this loader; one for all passes."""
@@ -290,110 +326,17 @@ class DataLoader(TorchDataLoader[T_co]):
         if accelerator is None:
             warnings.warn(
                 "pin_memory is true but torch finds no accelerator, so memory is not pinned. Leave it out on the CPU.",
-                stacklevel=3,
+                stacklevel=4,
             )
             return None
         return accelerator.type
-
-
-def _fetch(dataset: Any, collate_fn: Callable[[Any], Any], in_batches: bool, ids: Any) -> Any:
-    """Rows of the ids as torch fetches them, collated."""
-    if not in_batches:
-        return collate_fn(dataset[ids])
-    get_many = getattr(dataset, "__getitems__", None)
-    return collate_fn(get_many(ids) if get_many else [dataset[i] for i in ids])
 
 
 def _as_they_are(rows: Any) -> Any:
     return rows
 
 
-def _no_iterator() -> None:
-    """Stands for the newest iterator where there is none; a function, so that loaders pickle."""
-
-
-def packed_dataloader(
-    source: Any,
-    capacity: int,
-    *,
-    bins_per_batch: int = 1,
-    shuffle: bool = True,
-    seed: int = 0,
-    method: PackMethod = "auto",
-    max_sequences_per_bin: int | None = None,
-    column: str = "input_ids",
-    columns: Sequence[str] | None = None,
-    max_length: int | None = None,
-    overlong: Overlong = "error",
-    layout: Literal["flat", "rows"] = "flat",
-    pad_to: Literal["capacity"] | int | None = None,
-    pad_token_id: int = 0,
-    tail: Tail = "split",
-    accumulate: int = 1,
-    balance: BalanceMode = "none",
-    rank: int | None = None,
-    num_replicas: int | None = None,
-    num_workers: int = 1,
-    prefetch_batches: int | None = None,
-    device: DeviceLike | None = None,
-    worker_type: WorkerType = "thread",
-    timeout: float = 0,
-) -> DataLoader[dict[str, Any]]:
-    """Packed batches of this rank's share of `source`: data set, samplers, collator and loader in one call.
-
-    Args:
-        source: a TokenDataset, or anything that one reads.
-        capacity: token slots of a bin; a batch has `bins_per_batch` of them.
-        max_length: longest sequence in tokens, `capacity` if None; what is longer goes by `overlong`.
-        column, columns, overlong: as for TokenDataset. With a TokenDataset as source these, and `max_length`, must be left alone.
-        shuffle, seed, method, max_sequences_per_bin: as for MultipackBatchSampler.
-        layout, pad_to, pad_token_id: as for PackedCollator.
-        tail, accumulate, balance, rank, num_replicas: as for DistributedBatchSampler.
-        num_workers, prefetch_batches, device, worker_type, timeout: as for DataLoader.
-
-    The loader's `len` is exact, and the same on every rank.
-
-    Raises:
-        ValueError: from those parts; or `column`, `columns`, `max_length` or `overlong` is given beside a TokenDataset.
-    """
-    if isinstance(source, TokenDataset):
-        if (column, columns, max_length, overlong) != ("input_ids", None, None, "error"):
-            raise ValueError(
-                "column, columns, max_length and overlong say how to read a source, but this TokenDataset is read already: give "
-                "them to TokenDataset, or pass its source."
-            )
-        dataset = source
-    else:
-        dataset = TokenDataset(
-            source,
-            column=column,
-            max_length=capacity if max_length is None else max_length,
-            overlong=overlong,
-            columns=columns,
-        )
-    batch_sampler = MultipackBatchSampler(
-        dataset.lengths,
-        capacity,
-        bins_per_batch=bins_per_batch,
-        shuffle=shuffle,
-        seed=seed,
-        method=method,
-        max_sequences_per_bin=max_sequences_per_bin,
-    )
-    return DataLoader(
-        dataset,
-        batch_sampler=DistributedBatchSampler(
-            batch_sampler,
-            num_replicas=num_replicas,
-            rank=rank,
-            tail=tail,
-            accumulate=accumulate,
-            balance=balance,
-        ),
-        collate_fn=PackedCollator(layout=layout, capacity=capacity, pad_to=pad_to, pad_token_id=pad_token_id),
-        num_workers=num_workers,
-        prefetch_batches=prefetch_batches,
-        device=device,
-        worker_type=worker_type,
-        timeout=timeout,
-    )
+def _is_part_of(feed: Feed, target: Any) -> bool:
+    """Whether the feed has told `target` the epoch."""
+    source = feed.source
+    return target is source or target is getattr(source, "sampler", None) or isinstance(target, RankSampler)

@@ -21,6 +21,8 @@ from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar
 
+from multipack.loading.ambient import Ambient
+
 T = TypeVar("T")
 
 _HEARTBEAT_S = 1.0  # how often a waiting consumer looks whether its threads are alive
@@ -38,15 +40,18 @@ class Prefetcher(Generic[T]):
         map: what makes a batch of an item, in the threads; `None` yields the items as they are.
         timeout: seconds the consumer waits for one item before it raises with the stacks of the threads; 0 waits for ever.
             Needs a thread, so it is an error with `depth=0`.
-        on_thread_start: called in each thread with its number, 0 to threads - 1, before its first item.
         name: of the threads.
 
-    Any exception of `source`, `map` or `on_thread_start`, be it SystemExit or KeyboardInterrupt, is raised by `next()` with its
-    traceback, after the items before it; the iterator is finished then. A StopIteration out of `map` is an error, never an end.
+    Any exception of `source` or `map`, be it SystemExit or KeyboardInterrupt, is raised by `next()` with its traceback, after the
+    items before it. An Exception of `map` ends that `next()` only, and the item behind it comes next; any other one finishes the
+    iterator. A StopIteration out of `map` is an error, never an end.
+
+    What is bound to the thread that first calls `next()` holds in the threads as well: grad mode, autocast, torch's default device and
+    context variables.
 
     `close()`, leaving a `with` block, dropping the iterator, an exception in `next()` and the end of the interpreter stop the
     threads; only a call into user's code that is under way is finished. A generator, or an iterator that `source` made, is closed
-    with them, and nested prefetchers too. In a forked child a running iterator raises RuntimeError; new ones work.
+    with them. In a forked child a running iterator raises RuntimeError; new ones work.
 
     Raises:
         ValueError: depth or timeout negative, threads below 1, or a timeout with depth 0.
@@ -60,7 +65,6 @@ class Prefetcher(Generic[T]):
         threads: int = 1,
         map: Callable[[Any], T] | None = None,
         timeout: float = 0.0,
-        on_thread_start: Callable[[int], object] | None = None,
         name: str = "multipack-prefetch",
     ) -> None:
         if depth < 0:
@@ -80,7 +84,6 @@ class Prefetcher(Generic[T]):
         self.threads = threads
         self.map = map
         self.timeout = timeout
-        self.on_thread_start = on_thread_start
         self.name = name
         self._iterators: weakref.WeakSet[PrefetchIterator[T]] = weakref.WeakSet()
 
@@ -138,7 +141,8 @@ class PrefetchIterator(Iterator[T]):
             raise StopIteration
         self.busy_seconds += outcome.seconds
         if outcome.error is not None:
-            self.close()
+            if outcome.is_final:
+                self.close()
             try:
                 raise outcome.error
             finally:
@@ -149,6 +153,7 @@ class PrefetchIterator(Iterator[T]):
         """Stop the threads and wait up to a second for each to leave the user's code. No more is read. May be called twice."""
         self._finished = True
         self._work.stop()
+        self._work.interrupt_source()
         self._work.join(_JOIN_LIMIT_S)
         self._early.clear()
         self._work.drop_made()
@@ -202,6 +207,8 @@ class _Outcome:
     index: int
     value: Any = None
     error: BaseException | None = None
+    is_final: bool = False
+    """Nothing comes behind the error."""
     is_end: bool = False
     seconds: float = 0.0
 
@@ -214,12 +221,11 @@ class _Work:
         self.depth = prefetcher.depth
         self.map = prefetcher.map
         self.timeout = prefetcher.timeout
-        self.on_thread_start = prefetcher.on_thread_start
         self.name = prefetcher.name
         self.num_threads = min(prefetcher.threads, prefetcher.depth)
         self.threads: list[threading.Thread] = []
         self.iterator: Iterator[Any] | None = None
-        self.inner: _Work | None = None
+        self.ambient: Ambient | None = None
         self.begun = False
         self.stopped = False
         self.pid = os.getpid()
@@ -256,14 +262,13 @@ class _Work:
         self.begun = True
         self.pid = os.getpid()
         self.iterator = iter(self.source)
-        if isinstance(self.iterator, PrefetchIterator):
-            self.inner = self.iterator._work
+        self.ambient = Ambient.here() if self.num_threads else None
         if self.num_threads:
             _running.add(self)
         self.running = self.num_threads
         for number in range(self.num_threads):
             name = f"{self.name}-{number}"
-            thread = threading.Thread(target=_run, args=(self, number), name=name, daemon=True)
+            thread = threading.Thread(target=_run, args=(self,), name=name, daemon=True)
             self.threads.append(thread)
             thread.start()
 
@@ -288,7 +293,7 @@ class _Work:
                 return _Outcome(index, is_end=True)
             except BaseException as error:  # noqa: BLE001  (the consumer raises it)
                 self.exhausted = True
-                return _Outcome(index, error=error)
+                return _Outcome(index, error=error, is_final=True)
         try:
             batch = item if self.map is None else self.map(item)
         except StopIteration as error:
@@ -297,18 +302,19 @@ class _Work:
                 "word. Raise another error, or leave the item out of the sampler."
             )
             wrong.__cause__ = error
-            self.exhausted = True
             return _Outcome(index, error=wrong)
+        except Exception as error:  # noqa: BLE001  (the consumer raises it)
+            return _Outcome(index, error=error)
         except BaseException as error:  # noqa: BLE001  (the consumer raises it)
             self.exhausted = True
-            return _Outcome(index, error=error)
+            return _Outcome(index, error=error, is_final=True)
         return _Outcome(index, batch, seconds=perf_counter() - started)
 
     def fail(self, error: BaseException) -> None:
         """Put an error that belongs to no item where the next item would have come."""
         with self.turn:
             self.exhausted = True
-            self.made.put(_Outcome(self.taken, error=error))
+            self.made.put(_Outcome(self.taken, error=error, is_final=True))
             self.taken += 1
 
     def leave(self) -> None:
@@ -319,12 +325,19 @@ class _Work:
                 return
         self.close_source()
 
+    def interrupt_source(self) -> None:
+        """End a source that a thread waits in, by its own `close`; a generator that runs cannot be closed from outside."""
+        iterator = self.iterator
+        if iterator is self.source or isinstance(iterator, Generator) or self.is_foreign():
+            return
+        close = getattr(iterator, "close", None)
+        if callable(close):
+            close()
+
     def close_source(self) -> None:
         iterator, self.iterator = self.iterator, None
-        if self.inner is not None:
-            self.inner.stop()  # whoever closes us waits for its threads too
         # A plain iterator that the caller passed in stays the caller's; all else was made for this pass or is used up by it.
-        elif iterator is not self.source or isinstance(iterator, Generator):
+        if iterator is not self.source or isinstance(iterator, Generator):
             close = getattr(iterator, "close", None)
             if callable(close):
                 close()
@@ -336,8 +349,6 @@ class _Work:
         self.stopped = True
         self.slots.put(None)
         self.made.put(None)
-        if self.inner is not None:
-            self.inner.stop()
         if self.num_threads == 0 and self.iterator is not None:
             self.close_source()
 
@@ -348,8 +359,6 @@ class _Work:
         for thread in self.threads:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(0.0, deadline - monotonic()))
-        if self.inner is not None:
-            self.inner.join(max(0.0, deadline - monotonic()))
 
     def drop_made(self) -> None:
         """Free the batches that nobody will take."""
@@ -367,21 +376,24 @@ class _Work:
         return "".join(stacks) or "(no thread is left)"
 
 
-def _run(work: _Work, number: int) -> None:
+def _run(work: _Work) -> None:
     """The life of one thread. It must not hold a batch while it waits, nor a reference to the iterator ever."""
     try:
-        if work.on_thread_start is not None:
-            work.on_thread_start(number)
-        while not work.exhausted and work.wait_for_slot():
-            outcome = work.make()
-            if outcome is None:
-                break
-            work.made.put(outcome)
-            del outcome
+        assert work.ambient is not None
+        work.ambient.run(_make_batches, work)
     except BaseException as error:  # noqa: BLE001  (the consumer raises it)
         work.fail(error)
     finally:
         work.leave()
+
+
+def _make_batches(work: _Work) -> None:
+    while not work.exhausted and work.wait_for_slot():
+        outcome = work.make()
+        if outcome is None:
+            return
+        work.made.put(outcome)
+        del outcome
 
 
 _running: weakref.WeakSet[_Work] = weakref.WeakSet()

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from multipack.order.batch import LeftOut
+
 
 class BatchSize(NamedTuple):
     """What one batch holds, counted where it is made: on the CPU, before any copy to a device."""
@@ -61,6 +63,10 @@ class LoaderStats:
     """Bytes of the tensors yielded."""
     bin_slots: int = 0
     """Capacity times bins yielded; 0 where the sampler has no bins."""
+    left_out_sequences: int = 0
+    """Sequences that finished epochs left out, because of `drop_last` or tail="drop": over all ranks, the same on each."""
+    left_out_tokens: int = 0
+    """Their tokens; 0 where lengths are unknown."""
     start_seconds: float = 0.0
     """Wait for the first batch of each pass, summed: planning, starting threads, reading the first rows. Not in
     `wait_seconds`. Large: let the loader plan earlier, or look at the data set's first reads."""
@@ -108,13 +114,25 @@ class LoaderStats:
         """Real tokens a second of the whole loop: the speed of training as far as data goes."""
         return _ratio(self.tokens, self.loop_seconds + self.start_seconds)
 
-    def count(self, size: BatchSize, bin_slots: int, queue_length: int, producer_seconds: float) -> None:
+    def waited(self, asked_at: float, now: float, returned_at: float | None) -> None:
+        """Add the wait for one batch, in seconds of one clock; `returned_at` is None for the first one of a pass."""
+        if returned_at is None:
+            self.start_seconds += now - asked_at
+        else:
+            self.wait_seconds += now - asked_at
+            self.loop_seconds += now - returned_at
+
+    def count(
+        self, size: BatchSize, bin_slots: int, left_out: LeftOut, queue_length: int, producer_seconds: float
+    ) -> None:
         """Add one batch."""
         self.batches += 1
         self.tokens += size.tokens
         self.slots += size.slots
         self.bytes += size.nbytes
         self.bin_slots += bin_slots
+        self.left_out_sequences += left_out.sequences
+        self.left_out_tokens += left_out.tokens
         self.queue_length_sum += queue_length
         self.producer_seconds += producer_seconds
 
@@ -130,6 +148,8 @@ class LoaderStats:
             parts.append(f"padding {self.padding_share:.2%}")
         if self.bin_slots:
             parts.append(f"bin fill {self.efficiency:.2%}")
+        if self.left_out_sequences:
+            parts.append(f"left out {self.left_out_sequences:,} sequences, {self.left_out_tokens:,} tokens")
         parts.append(f"waited {self.wait_seconds:.2f} s of {self.loop_seconds:.2f} s ({self.wait_share:.2%})")
         parts.append(f"first batch {self.start_seconds:.2f} s")
         parts.append(f"queue {self.queue_occupancy:.0%} full, {self.producer_ms:.2f} ms to make a batch")

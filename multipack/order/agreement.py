@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from multipack.order.stream import PackedRows, StreamTail
+from multipack.order.stream_rows import PackedRows, StreamTail
 
 
 class Agreement:

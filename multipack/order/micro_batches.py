@@ -6,30 +6,20 @@ A pure function of the lengths: every rank computes the whole split and takes it
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.order.balance import batch_cost, deal
+from multipack.order.batch import BatchIndices
 from multipack.order.packing import as_lengths, pack
 
 Rows = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one rank takes in one micro-step."""
-
-    rows: Rows
-    """Positions in the lengths, at least one."""
-    repeated: bool
-    """It only keeps its rank in step, because there are fewer sequences than micro-batches, and must count for nothing."""
-
-
 def split_micro_batches(
     lengths: ArrayLike, capacity: int, *, num_replicas: int, hidden_size: int = 4096
-) -> list[list[MicroBatch]]:
+) -> list[list[BatchIndices]]:
     """Spread sequences over ranks in as few rounds of micro-batches as hold them, with costs as even as can be.
 
     Args:
@@ -39,7 +29,9 @@ def split_micro_batches(
         hidden_size: of the model; says how much attention adds to the cost of a long sequence.
 
     Returns:
-        Micro-batches by micro-step and rank: `answer[micro_step][rank]`. Each sequence is in exactly one that is not repeated.
+        Micro-batches by micro-step and rank, `answer[micro_step][rank]`: positions in the lengths, at least one. Each sequence is
+        in exactly one that is not `repeated`; those that are only keep their rank in step, because there are fewer sequences than
+        micro-batches, and count for nothing.
 
     Raises:
         ValueError: there is no sequence, a length is outside 1..capacity, or num_replicas is below 1.
@@ -55,8 +47,9 @@ def split_micro_batches(
     costs = batch_cost([wide[b].sum() for b in bins], [(wide[b] ** 2).sum() for b in bins], hidden_size)
     # Repeats cost less than anything, so that they share a micro-step.
     dealt = deal(np.concatenate([costs, np.zeros(num_repeats)]), num_replicas, "micro_step")
-    everything = [*bins, *bins[:1] * num_repeats]
-    return [[MicroBatch(everything[b], bool(b >= len(bins))) for b in micro_step] for micro_step in dealt]
+    batches = [BatchIndices(rows.tolist(), bin_capacity=capacity) for rows in bins]
+    batches += [batches[0].as_repeat()] * num_repeats
+    return [[batches[b] for b in micro_step] for micro_step in dealt]
 
 
 def _even_bins(lengths: Rows, capacity: int, num_replicas: int) -> list[Rows]:

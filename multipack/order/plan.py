@@ -169,11 +169,7 @@ class EpochPlan:
     def bins(self, start: int, stop: int) -> list[NDArray[np.int64]]:
         """Row ids of bins start..stop-1, fewer where the epoch ends before. Plans only the windows they lie in, and
         those before it whose number of bins is not yet known."""
-        return [
-            rows
-            for plan, b in self._locate(start, stop)
-            for rows in [plan.rows[plan.offsets[b] : plan.offsets[b + 1]]]
-        ]
+        return [plan.rows[plan.offsets[b] : plan.offsets[b + 1]] for plan, b in self._locate(start, stop)]
 
     def costs(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens and sums of squared lengths of bins start..stop-1."""
@@ -250,12 +246,10 @@ class EpochPlan:
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         rows = np.empty(stop - start, np.int64)
-        _core.permuted_rows(self.num_rows, self.shuffle_block, self._window_seed(0), start, rows)
+        _core.permuted_rows(
+            self.num_rows, self.shuffle_block, window_seed(self.seed, self.epoch, 0), start, rows
+        )
         return rows
-
-    def _window_seed(self, salt: int) -> int:
-        """A 64-bit seed of (seed, epoch, salt); the kernels scramble it further."""
-        return ((self.seed + 1) * _MIX + self.epoch * 0xBF58476D1CE4E5B9 + salt * 0x94D049BB133111EB) % 2**64
 
     def _pack_window(self, w: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
         """Bin ends, row ids and their lengths, in the order of bins of an epoch."""
@@ -265,7 +259,7 @@ class EpochPlan:
             lengths,
             self.capacity,
             method=self.method,
-            seed=self._window_seed(w + 1),
+            seed=window_seed(self.seed, self.epoch, w + 1),
             max_sequences_per_bin=self.max_sequences_per_bin,
         )
         offsets, order = packing.offsets, packing.indices
@@ -273,7 +267,7 @@ class EpochPlan:
             first = np.minimum.reduceat(order, offsets[:-1])
             offsets, order = _reorder(offsets, order, np.argsort(first, kind="stable"))
         else:  # whatever the method, the place of a bin says nothing about its content
-            _core.shuffle_bins(self._window_seed(-w - 1), offsets, order)
+            _core.shuffle_bins(window_seed(self.seed, self.epoch, -w - 1), offsets, order)
         return offsets, rows[order], lengths[order]
 
     def _count(self, w: int) -> int:
@@ -300,6 +294,11 @@ class EpochPlan:
             found += [(plan, b) for b in range(position - first, last - first)]
             position = last
         return found
+
+
+def window_seed(seed: int, epoch: int, salt: int) -> int:
+    """A 64-bit seed of three numbers; the kernels scramble it further."""
+    return ((seed + 1) * _MIX + epoch * 0xBF58476D1CE4E5B9 + salt * 0x94D049BB133111EB) % 2**64
 
 
 def _reorder(

@@ -1,44 +1,257 @@
-"""Deal batches to ranks.
+"""The public samplers: an order, this rank's share of it, and where the consumer stands.
 
-Every rank computes the same dealing from the same numbers and takes its own share, so no rank ever talks to another and
-all have the same number of batches.
+The one rule: reading is pure, and only a batch that was handed to the consumer moves the cursor, by the mark it carries.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sized
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from multipack.arguments import check_choice, whole_number
+from numpy.typing import ArrayLike
+from torch.utils.data import Sampler
+
+from multipack.arguments import whole_number
 from multipack.distributed import check_rank_unchanged, rank_and_world_size
-from multipack.loading.accelerate_view import check_not_dealt_again
-from multipack.order.balance import BALANCE_MODES, BalanceMode, deal
-from multipack.order.batches import Batches, ListedBatches
-from multipack.order.epoch import STATE_VERSION, EpochSampler
-from multipack.order.foreign import as_announced, check_foreign, order_follows_epoch
-from multipack.order.global_sampler import MultipackBatchSampler
-from multipack.order.tail import TAILS, BatchIndices, Tail, redeal
+from multipack.frameworks import EpochForwarder, check_not_dealt_again, refuse_rebuilding
+from multipack.order.balance import BalanceMode
+from multipack.order.batch import BatchIndices, Place
+from multipack.order.cursor import Cursor
+from multipack.order.dealing import Dealing, Tail
+from multipack.order.listed import ListedOrder
+from multipack.order.orders import BinOrder, Order
+from multipack.order.packing import PackMethod
+from multipack.order.plan import EpochPlan
 
-__all__ = ["BatchIndices", "DistributedBatchSampler", "MultipackBatchSampler"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+STATE_VERSION = 1
+_OLD_BALANCE = {"sorted": "micro_step", "lpt": "step"}  # names in states saved before they were renamed
 
 _logger = logging.getLogger(__name__)
 
 
-class DistributedBatchSampler(EpochSampler):
-    """This rank's share of the batches of any batch sampler: micro-step s gives rank r batch s * num_replicas + r.
+class OrderSampler(Sampler[list[int]]):
+    """What both samplers share: the batches of an order that one rank takes, and the place of their consumer.
 
-    All ranks have the same number of batches, always, and none needs to ask another.
+    An epoch that was wholly consumed advances to the next one, so forgetting `set_epoch` repeats no data. A pass that was broken off
+    begins again; a loaded place is used once, by the next pass.
+    """
+
+    batch_size = None
+    drop_last: bool
+    deals_to_ranks: ClassVar[bool]
+    """Whether each rank gets a share of its own; see `frameworks`."""
+
+    def __init__(self, order: Order, dealing: Dealing) -> None:
+        self._order = order
+        self.dealing = dealing
+        self.cursor: Cursor[Place] = Cursor(Place(), _epoch_start)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        refuse_rebuilding(cls, kwargs)
+        return super().__new__(cls)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch: names the order of the data."""
+        return self.cursor.mark.epoch
+
+    @property
+    def order(self) -> Order:
+        """The batches of the current epoch over all ranks."""
+        return self._order.at(self.epoch)
+
+    @property
+    def capacity(self) -> int | None:
+        """Token slots of a bin; None where nothing is packed."""
+        return self._order.capacity
+
+    @property
+    def sampler(self) -> EpochForwarder:
+        """An object whose `set_epoch` reaches this sampler: frameworks look for it here."""
+        return EpochForwarder(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """What the order of batches depends on besides epoch and ranks, as canonical JSON."""
+        return self.order.fingerprint
+
+    @property
+    def remaining(self) -> int:
+        """Batches that the next pass will yield."""
+        start = self.cursor.start
+        return self.dealing.remaining(self._order.at(start.epoch), start)
+
+    def num_batches(self, epoch: int) -> int:
+        """Exact number of this rank's batches in an epoch, which is the same on every rank."""
+        return self.dealing.micro_steps(len(self._order.at(epoch)))
+
+    def __len__(self) -> int:
+        return self.num_batches(self.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`; the epoch it already is in keeps its place, as after `load_state_dict`."""
+        number = whole_number("epoch", epoch, 0)
+        if number != self.epoch:
+            self.cursor.restart_at(Place(number))
+
+    def read(self, place: Place | None = None) -> Iterator[BatchIndices]:
+        """Batches of an epoch from `place` on, or those of the next pass. Looking at them moves nothing."""
+        start = self.cursor.start if place is None else place
+        return self.dealing.read(self._order.at(start.epoch), start)
+
+    def __iter__(self) -> Iterator[BatchIndices]:
+        number, place = self.cursor.begin()
+        batches = self.read(place)
+        while (batch := next(batches, None)) is not None:
+            assert batch.after is not None
+            self.cursor.took(number, batch.after)
+            yield batch
+            if self.cursor.was_interrupted(number):
+                number, place = self.cursor.begin()
+                batches = self.read(place)
+
+    def skip(self, num_batches: int) -> None:
+        """Let the next pass begin so many of this rank's batches later. No row is read to get there.
+
+        Raises:
+            ValueError: the epoch has fewer batches left.
+        """
+        if not 0 <= num_batches <= self.remaining:
+            raise ValueError(
+                f"cannot skip {num_batches} batches: epoch {self.epoch} has {self.remaining} left for this rank. Was the number "
+                "saved with other data or another number of ranks? load_state_dict resumes on any number of ranks."
+            )
+        start = self.cursor.start
+        self.cursor.go_to(self.dealing.after(self._order.at(start.epoch), start, num_batches))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the consumer stands: plain integers and strings, the same on every rank."""
+        mark = self.cursor.mark
+        return {
+            "version": STATE_VERSION,
+            "epoch": mark.epoch,
+            "batches": mark.batches,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place; the next batch is the one that comes there.
+
+        Raises:
+            ValueError: the state is of another version or of other data (names what differs), or was saved inside a balanced
+                optimizer step that is dealt otherwise here.
+        """
+        place = Place(int(state["epoch"]), int(state["batches"]), int(state.get("micro_steps", 0)))
+        order = self._order.at(place.epoch)
+        self.cursor.go_to(place if self.dealing.has_more(order, place) else Place(place.epoch + 1))
+
+
+class MultipackBatchSampler(OrderSampler):
+    """Batches of packed sequences in the global order of a plan; knows nothing of ranks.
 
     Args:
-        batch_sampler: a MultipackBatchSampler, or any batch sampler that yields the same order on every rank.
+        lengths: token counts of the rows, shape [num_rows], each in 1..capacity.
+        capacity: token slots of a bin.
+        bins_per_batch: bins that one rank collates at once.
+        shuffle, seed, method, window, shuffle_block, max_sequences_per_bin: as for `EpochPlan`.
+        drop_last: leave out a last batch of fewer than `bins_per_batch` bins.
+
+    Raises:
+        TypeError: a number is no whole number.
+        ValueError: there is no row or no batch, or a length is outside 1..capacity; see `EpochPlan`.
+    """
+
+    deals_to_ranks = False
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        capacity: int,
+        *,
+        bins_per_batch: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        method: PackMethod = "auto",
+        drop_last: bool = False,
+        max_sequences_per_bin: int | None = None,
+        window: int | None = None,
+        shuffle_block: int = 1,
+    ) -> None:
+        plan = EpochPlan(
+            lengths,
+            capacity,
+            seed=seed,
+            shuffle=shuffle,
+            method=method,
+            window=window,
+            shuffle_block=shuffle_block,
+            max_sequences_per_bin=max_sequences_per_bin,
+        )
+        if plan.num_rows == 0:
+            raise ValueError(
+                "there are no sequences to pack: every epoch would be empty and training would do nothing. "
+                "Check the data set and what its over-long policy dropped."
+            )
+        order = BinOrder(plan, bins_per_batch, drop_last)
+        if not order.has(0):
+            raise ValueError(
+                f"{len(plan)} bins do not fill one batch of bins_per_batch={bins_per_batch}, and drop_last leaves out the "
+                f"rest: every epoch would be empty. Use bins_per_batch <= {len(plan)}, or drop_last=False."
+            )
+        super().__init__(order, Dealing())
+        self.bins_per_batch = order.bins_per_batch
+        self.drop_last = order.drop_last
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan of the current epoch."""
+        assert isinstance(self.order, BinOrder)
+        return self.order.plan
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place; the next pass begins there.
+
+        Raises:
+            ValueError: the state is of another version or of other data (names what differs), or was saved inside a balanced
+                optimizer step of several ranks.
+        """
+        check_fingerprint(state, self.fingerprint)
+        if state.get("micro_steps", 0):
+            raise ValueError(
+                f"the state was saved {state['micro_steps']} micro-steps inside a balanced optimizer step of "
+                f"{state['num_replicas']} ranks, and without ranks those batches are unknown: rows would be repeated. Load it "
+                "into the DistributedBatchSampler that saved it, or save after a whole optimizer step."
+            )
+        super().load_state_dict(state)
+
+
+class DistributedBatchSampler(OrderSampler):
+    """This rank's share of the batches of any batch sampler, as many on every rank, without communication.
+
+    Six batches and a rest on two ranks, `accumulate=2`, `tail="split"`; the seventh batch holds rows 8 and 9:
+    ```
+    global order    0   1   2   3   4   5   {8, 9}
+    rank 0          0       2       4       {8}
+    rank 1              1       3       5   {9}
+    micro-step      0       1       2       3
+    optimizer step  0               1
+    ```
+
+    Args:
+        batch_sampler: a MultipackBatchSampler, an order of rows or bins, or any batch sampler that yields the same order on every
+            rank.
         num_replicas, rank: number of ranks and this one; None to take them from the process group or from torchrun.
-        tail: what becomes of batches that do not fill a last micro-step. "split" re-deals their sequences so that every
-            rank gets some, nothing dropped or repeated (only with fewer sequences than ranks are some repeated, and count
-            for nothing); "pad" repeats batches that count for nothing; "drop" leaves them out; "error" refuses.
+        tail: what becomes of batches that do not fill a last micro-step. "split" cuts them so that every rank gets some of their
+            sequences, nothing dropped or repeated (only with fewer sequences than ranks are some repeated, and count for
+            nothing); "pad" repeats batches that count for nothing; "drop" leaves them out and counts them; "error" refuses.
         accumulate: micro-steps of an optimizer step, inside which `balance` may deal.
-        balance: "none", "micro_step" (FSDP, ZeRO-3) or "step" (DDP, ZeRO-1/2); see `multipack.order.balance.deal`.
+        balance: "none"; "micro_step" gives the ranks batches of like cost in every micro-step (FSDP, ZeRO-3); "step" gives them like
+            sums over an optimizer step (DDP, ZeRO-1/2). Neither changes which sequences a step holds.
         balance_window: optimizer steps over which batches of like cost are spread; above 1 changes which sequences a step
             holds.
         hidden_size: of the model, for the cost of attention.
@@ -47,9 +260,11 @@ class DistributedBatchSampler(EpochSampler):
         ValueError: a rank would get no batch, or ranks could not agree; names the numbers and what would work.
     """
 
+    deals_to_ranks = True
+
     def __init__(
         self,
-        batch_sampler: MultipackBatchSampler | Iterable[list[int]],
+        batch_sampler: MultipackBatchSampler | Order | Iterable[list[int]],
         *,
         num_replicas: int | None = None,
         rank: int | None = None,
@@ -59,244 +274,141 @@ class DistributedBatchSampler(EpochSampler):
         balance_window: int = 1,
         hidden_size: int = 4096,
     ) -> None:
-        super().__init__()
-        check_choice("tail", tail, TAILS)
-        check_choice("balance", balance, BALANCE_MODES)
         self._discovered = rank is None or num_replicas is None
         self.rank, self.num_replicas = rank_and_world_size(rank, num_replicas)
+        dealing = Dealing(
+            num_replicas=self.num_replicas,
+            rank=self.rank,
+            tail=tail,
+            accumulate=accumulate,
+            balance=balance,
+            balance_window=balance_window,
+            hidden_size=hidden_size,
+        )
+        super().__init__(_order_of(batch_sampler), dealing)
         self.batch_sampler = batch_sampler
-        self.tail: Tail = tail
-        self.accumulate = whole_number("accumulate", accumulate, 1)
-        self.balance: BalanceMode = balance
-        self.balance_window = whole_number("balance_window", balance_window, 1)
-        self.hidden_size = whole_number("hidden_size", hidden_size, 1)
-        if balance == "none" and self.balance_window > 1:
-            raise ValueError(
-                f"balance_window is {balance_window} but balance is 'none': choose 'micro_step' or 'step'."
-            )
+        self.tail, self.balance = dealing.tail, dealing.balance
+        self.accumulate, self.balance_window = dealing.accumulate, dealing.balance_window
         self.drop_last = tail == "drop"
-        if not isinstance(batch_sampler, MultipackBatchSampler):
-            if isinstance(batch_sampler, DistributedBatchSampler):
-                raise TypeError(
-                    "the batch sampler is already dealt to ranks: each rank would get a share of its share."
-                )
-            check_foreign(batch_sampler, balance)
-        self._check_not_empty()
-
-    @property
-    def capacity(self) -> int | None:
-        """Token slots of a bin; None when the wrapped sampler does not pack."""
-        return self.batch_sampler.capacity if isinstance(self.batch_sampler, MultipackBatchSampler) else None
+        dealing.check_not_empty(self.order)
+        if balance != "none":
+            self.order.costs(0, 1, dealing.hidden_size)  # refused where lengths are unknown
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a position can be saved: the wrapped sampler must name its order by the epoch alone."""
-        return isinstance(self.batch_sampler, MultipackBatchSampler) or order_follows_epoch(
-            self.batch_sampler
-        )
+        """Whether a place can be saved: the wrapped sampler must name its order by the epoch alone."""
+        return self._order.is_resumable
 
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self._forward_epoch()
+    def read(self, place: Place | None = None) -> Iterator[BatchIndices]:
+        """This rank's batches of an epoch from `place` on, or those of the next pass. Looking at them moves nothing."""
+        if self._discovered:
+            check_rank_unchanged(self.rank, self.num_replicas)
+        return super().read(place)
 
     def __iter__(self) -> Iterator[BatchIndices]:
         check_not_dealt_again(self, self.num_replicas)
         return super().__iter__()
 
-    def __len__(self) -> int:
-        return self._micro_steps(self._num_global())
-
-    @property
-    def remaining(self) -> int:
-        start, micro_step = self._resume
-        return self._micro_steps(self._num_global() - start) - micro_step
-
-    @property
-    def fingerprint(self) -> str:
-        if isinstance(self.batch_sampler, MultipackBatchSampler):
-            return self.batch_sampler.fingerprint
-        inner = self.batch_sampler
-        described = {"batch_sampler": type(inner).__qualname__, "num_batches": self._num_global()}
-        for name in ("batch_size", "drop_last"):
-            if (value := getattr(inner, name, None)) is not None:
-                described[name] = value
-        return json.dumps(described, sort_keys=True)
-
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data as plain integers and strings, the same on every rank.
+        """Where the consumer stands: plain integers and strings, the same on every rank.
 
         `batches` counts global batches before the optimizer step (or balance window) that is under way, `micro_steps` what
         was consumed of it. It loads on another number of ranks and with another `accumulate`.
 
         Raises:
-            ValueError: the wrapped sampler draws its order from a random generator, so that no number names a position.
+            ValueError: the wrapped sampler draws its order from a random generator, so that no number names a place in it.
         """
         if not self.is_resumable:
             raise ValueError(
-                f"{type(self.batch_sampler).__qualname__} draws its order from a random generator, so a position in it cannot "
+                f"{type(self.batch_sampler).__qualname__} draws its order from a random generator, so a place in it cannot "
                 "be saved. Use MultipackBatchSampler, or a sampler with set_epoch."
             )
-        start, micro_step = self._origin
-        steps = micro_step + self._done
-        group = self.num_replicas * self._group_steps
-        start, steps = start + steps // self._group_steps * group, steps % self._group_steps
-        if self.balance == "none":  # any micro-step is a position in the global order
-            start, steps = start + steps * self.num_replicas, 0
-        return {
-            "version": STATE_VERSION,
-            "epoch": self._epoch,
-            "batches": start,
-            "micro_steps": steps,
-            "num_replicas": self.num_replicas,
-            "accumulate": self.accumulate,
-            "balance": self.balance,
-            "balance_window": self.balance_window,
-            "fingerprint": self.fingerprint,
-        }
+        return {**super().state_dict(), "micro_steps": self.cursor.mark.micro_steps, **self._dealt()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position, of this or another number of ranks; the next pass begins there.
+        """Go to a saved place, of this or another number of ranks; the next batch is the one that comes there.
 
         Raises:
             ValueError: the state is of another version or of other data (names what differs), was saved inside a balanced
                 optimizer step of other ranks, or leaves batches that tail="error" refuses.
         """
-        self.check_fingerprint(state)
-        dealing = ("num_replicas", "accumulate", "balance", "balance_window")
-        if state.get("micro_steps", 0) and any(state[key] != getattr(self, key) for key in dealing):
-            now = {key: getattr(self, key) for key in dealing}
+        check_fingerprint(state, self.fingerprint)
+        now = self._dealt()
+        then = {
+            key: _OLD_BALANCE.get(state.get(key, value), state.get(key, value)) for key, value in now.items()
+        }
+        if state.get("micro_steps", 0) and then != now:
             raise ValueError(
-                f"the state was saved {state['micro_steps']} micro-steps inside a balanced optimizer step of "
-                f"{ {key: state[key] for key in dealing} }, which {now} deals otherwise: rows would be repeated or lost. "
-                "Save after a whole optimizer step, or load with the same dealing."
+                f"the state was saved {state['micro_steps']} micro-steps inside a balanced optimizer step of {then}, which "
+                f"{now} deals otherwise: rows would be repeated or lost. Save after a whole optimizer step, or load with the "
+                "same dealing."
             )
-        self._report_change_of_step(state)
-        self.go_to(int(state["epoch"]), int(state["batches"]), int(state.get("micro_steps", 0)))
-        self._check_tail(self._resume[0])
+        super().load_state_dict(state)
+        place = self.cursor.mark
+        self.dealing.check_tail(self._order.at(place.epoch), place.batches)
+        self._report_change_of_step(then)
 
-    def _report_change_of_step(self, state: dict[str, Any]) -> None:
+    def _dealt(self) -> dict[str, Any]:
+        return {
+            "num_replicas": self.num_replicas,
+            "accumulate": self.accumulate,
+            "balance": self.balance,
+            "balance_window": self.balance_window,
+        }
+
+    def _report_change_of_step(self, then: dict[str, Any]) -> None:
         """Say, once for all ranks, that an optimizer step now holds more or fewer batches: the learning rate may not fit."""
-        before = state.get("num_replicas", self.num_replicas), state.get("accumulate", self.accumulate)
-        now = self.num_replicas, self.accumulate
-        if self.rank == 0 and before[0] * before[1] != now[0] * now[1]:
+        before = then["num_replicas"] * then["accumulate"]
+        now = self.num_replicas * self.accumulate
+        if self.rank == 0 and before != now:
             _logger.warning(
                 "an optimizer step had %d batches (%d ranks x %d micro-steps) when the state was saved and has %d now "
                 "(%d ranks x %d). No row is lost or repeated, but the learning rate was chosen for the other size.",
-                *(before[0] * before[1], *before, now[0] * now[1], *now),
+                *(before, then["num_replicas"], then["accumulate"], now, self.num_replicas, self.accumulate),
             )
 
-    @property
-    def _group_steps(self) -> int:
-        """Micro-steps among which batches are dealt."""
-        return self.accumulate * self.balance_window
 
-    def _batches(self) -> Batches:
-        inner = self.batch_sampler
-        self._forward_epoch()
-        return (
-            inner.batches if isinstance(inner, MultipackBatchSampler) else ListedBatches(as_announced(inner))
-        )
+def check_fingerprint(state: Any, fingerprint: str) -> None:
+    """Refuse the state of other data.
 
-    def _forward_epoch(self) -> None:
-        for target in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
-            set_epoch = getattr(target, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(self._epoch)
-                return
-
-    def _num_global(self) -> int:
-        """Batches of the whole epoch, over all ranks."""
-        self._forward_epoch()
-        assert isinstance(self.batch_sampler, Sized)
-        return len(self.batch_sampler)
-
-    def _micro_steps(self, num_batches: int) -> int:
-        """Micro-steps that so many global batches give."""
-        whole, rest = divmod(num_batches, self.num_replicas)
-        return whole + (rest > 0 and self.tail != "drop")
-
-    def _batches_from(self, start: int, micro_step: int) -> Iterator[BatchIndices]:
-        if self._discovered:
-            check_rank_unchanged(self.rank, self.num_replicas)
-        self._check_tail(start)
-        return self._deal_groups(self._batches(), start, micro_step)
-
-    def _deal_groups(self, batches: Batches, start: int, micro_step: int) -> Iterator[BatchIndices]:
-        group = self.num_replicas * self._group_steps
-        while count := batches.count(start, group):
-            yield from self._share(batches, start, count, micro_step)
-            start += count
-            micro_step = 0
-
-    def _share(self, batches: Batches, start: int, count: int, micro_step: int) -> Iterator[BatchIndices]:
-        """This rank's batches of the optimizer step that begins at `start`, from `micro_step` on."""
-        if self.balance == "none":
-            whole = count // self.num_replicas
-            for step in range(micro_step, whole):
-                yield batches.batch(start + step * self.num_replicas + self.rank)
-            left = list(range(start + whole * self.num_replicas, start + count))
-        else:
-            costs = batches.costs(start, count, self.hidden_size)
-            dealt = deal(
-                costs, self.num_replicas, self.balance, accumulate=self.accumulate, window=self.balance_window
-            )
-            whole = len(dealt)
-            for step in range(micro_step, whole):
-                yield batches.batch(start + int(dealt[step, self.rank]))
-            used = set(dealt.ravel().tolist())
-            left = [start + i for i in range(count) if i not in used]
-        if left and micro_step <= whole and self.tail != "drop":
-            yield self._last(batches, [batches.batch(i) for i in left])
-
-    def _last(self, batches: Batches, left: list[BatchIndices]) -> BatchIndices:
-        """This rank's share of batches that do not fill a micro-step."""
-        if self.tail == "split":
-            return redeal(left, self.num_replicas, batches.length_of)[self.rank]
-        if self.rank < len(left):
-            return left[self.rank]
-        return batches.early(self.rank - len(left)).as_repeat()
-
-    def _has_more(self, start: int, micro_step: int, done: int) -> bool:
-        steps = micro_step + done
-        start += steps // self._group_steps * self.num_replicas * self._group_steps
-        inner = self.batch_sampler
-        if isinstance(inner, MultipackBatchSampler):
-            self._forward_epoch()
-            left = inner.batches.count(start, self.num_replicas * self._group_steps)
-        else:
-            left = self._num_global() - start
-        return steps % self._group_steps < self._micro_steps(left)
-
-    def _check_tail(self, start: int = 0) -> None:
-        """Refuse, under "error", batches from `start` on that do not fill a last micro-step."""
-        if self.tail == "error" and (left := (self._num_global() - start) % self.num_replicas):
-            raise ValueError(
-                f"{self._num_global() - start} batches cannot be dealt to {self.num_replicas} ranks evenly: {left} are left over, and tail is "
-                f"'error'. Use tail='split', 'pad' or 'drop', or a number of ranks that divides them."
-            )
-
-    def _check_not_empty(self) -> None:
-        """Refuse to deal nothing: a rank without a batch would train zero steps, and look as if all went well."""
-        self._check_tail()
-        needed = self.num_replicas if self.tail == "drop" else 1
-        inner = self.batch_sampler
-        if isinstance(inner, MultipackBatchSampler):
-            if inner.batches.count(0, needed) == needed:
-                return
-            plan = inner.plan
-            found = (
-                f"{plan.num_rows} sequences of {plan.num_tokens} tokens make {len(plan)} bins of {plan.capacity} tokens, "
-                f"{len(inner)} batches of {inner.bins_per_batch}"
-            )
-        else:
-            if self._num_global() >= needed:
-                return
-            found = f"the batch sampler has {self._num_global()} batches"
-        total = self._num_global()
+    Raises:
+        ValueError: it is no state, or differs; names in what.
+    """
+    if not isinstance(state, dict) or "version" not in state or "fingerprint" not in state:
+        raise ValueError(f"this is not the state of a multipack sampler: {state!r:.80}.")
+    if state["version"] != STATE_VERSION:
         raise ValueError(
-            f"{found}: too few to give {self.num_replicas} ranks (accumulate={self.accumulate}) a batch each with "
-            f"tail={self.tail!r}, so every rank would train zero steps. Use at most {total} ranks, a smaller capacity or "
-            "batch, or tail='split'."
-            if total
-            else f"{found}: there is nothing to train on. Check the data set and the batch size."
+            f"the state has version {state['version']}, this multipack reads version {STATE_VERSION}."
         )
+    if state["fingerprint"] == fingerprint:
+        return
+    ours, theirs = json.loads(fingerprint), json.loads(state["fingerprint"])
+    if (
+        "permutation" in ours and "permutation" not in theirs
+    ):  # saved when torch's BatchSampler gave the order of rows
+        ours = {key: ours.get(key) for key in theirs}
+        if ours == theirs:
+            return
+    differing = [
+        f"{key} ({theirs.get(key)!r} in the state, {ours.get(key)!r} here)"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key) != theirs.get(key)
+    ]
+    raise ValueError(
+        f"the state belongs to another order of the data: {', '.join(differing)}. Resuming would repeat or lose rows: "
+        "build the sampler with the same inputs, or start without the state."
+    )
+
+
+def _order_of(batch_sampler: Any) -> Order:
+    if isinstance(batch_sampler, DistributedBatchSampler):
+        raise TypeError(
+            "the batch sampler is already dealt to ranks: each rank would get a share of its share."
+        )
+    if isinstance(batch_sampler, MultipackBatchSampler):
+        return batch_sampler.order
+    return batch_sampler if isinstance(batch_sampler, Order) else ListedOrder.checked(batch_sampler)
+
+
+def _epoch_start(place: Place) -> Place:
+    return Place(place.epoch)

@@ -10,7 +10,7 @@ import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, get_args
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -21,11 +21,9 @@ from multipack.data.dataset import Selection, TokenDataset
 from multipack.data.overlong import Overlong, apply_overlong
 from multipack.distributed import rank_and_world_size
 from multipack.order.agreement import Agreement
+from multipack.order.batch import BatchIndices
 from multipack.order.packing import checked_capacity, sequence_limit
-from multipack.order.stream_rows import Row, cut, flattened
-from multipack.order.tail import BatchIndices
-
-StreamTail: TypeAlias = Literal["pad", "drop"]
+from multipack.order.stream_rows import PackedRows, Row, StreamTail, cut, flattened
 
 STATE_VERSION = 1
 
@@ -66,6 +64,9 @@ class StreamPacker(IterableDataset[Selection]):
         ValueError: a bad argument; while iterating also a row above the capacity, or a rank without any row.
         TypeError: while iterating, a row without the column.
     """
+
+    deals_to_ranks = True
+    """Each rank gets a share of its own; see `frameworks`."""
 
     def __init__(
         self,
@@ -178,16 +179,14 @@ class StreamPacker(IterableDataset[Selection]):
 
     def _select(self, rows: PackedRows) -> Selection:
         dataset = TokenDataset(rows.rows, column=self.column)
-        return dataset.__getitems__(BatchIndices(range(len(rows.rows)), rows.bin_offsets, rows.repeated))
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """The rows of one batch."""
-
-    rows: list[dict[str, Any]]
-    bin_offsets: tuple[int, ...]
-    repeated: bool = False
+        return dataset.__getitems__(
+            BatchIndices(
+                range(len(rows.rows)),
+                rows.bin_offsets,
+                bin_capacity=self.capacity,
+                repeated=rows.repeated,
+            )
+        )
 
 
 class _Pass:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 Row: TypeAlias = Mapping[str, Any]
+StreamTail: TypeAlias = Literal["pad", "drop"]
 
 _NO_LISTS = (str, bytes, Mapping)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows of one batch."""
+
+    rows: list[dict[str, Any]]
+    bin_offsets: tuple[int, ...]
+    repeated: bool = False
 
 
 def flattened(row: Any) -> Any:

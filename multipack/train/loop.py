@@ -123,7 +123,9 @@ class Stepper:
         self._report(metrics)
 
     def _count(self, window: Window) -> _Counts:
-        keys = ("num_target_tokens", "num_sequences", "num_tokens", "num_slots", "num_bin_slots")
+        keys = ("num_target_tokens", "num_sequences", "num_tokens", "num_slots")
         sums = [sum(batch[key] for batch in window.batches) for key in keys]
+        # Without packing a batch is its own room.
+        sums.append(sum(b["num_bins"] * b["bin_capacity"] or b["num_slots"] for b in window.batches))
         waited = round(window.wait_seconds * _MICROSECONDS)
         return _Counts(*sum_over_ranks(*sums, waited, int(self._stop.requested)))

@@ -13,35 +13,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler
 
 from multipack.data.collate import PackedCollator, PaddedCollator
-from multipack.data.dataset import Selection, TokenDataset
+from multipack.data.dataset import TokenDataset
 from multipack.loading.loader import DataLoader
+from multipack.order.orders import RowOrder
 from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 from multipack.train.config import TrainConfig
-
-
-@dataclass(frozen=True)
-class CountingCollator:
-    """The collator's batch, with what of it counts.
-
-    Beside the collator's own keys a batch has `num_bin_slots`, the room of its bins in token slots; and a batch that only repeats
-    rows to even out the ranks has 0 sequences and 0 tokens.
-    """
-
-    collator: PackedCollator | PaddedCollator
-    bin_capacity: int | None
-    """Token slots of a bin; None where rows are padded and the batch is its own room."""
-
-    def __call__(self, selection: Selection) -> dict[str, Any]:
-        batch = self.collator(selection)
-        batch["num_slots"] = batch["input_ids"].numel()
-        bins = len(selection.bin_offsets) - 1
-        batch["num_bin_slots"] = batch["num_slots"] if self.bin_capacity is None else bins * self.bin_capacity
-        if selection.repeated:
-            batch["num_sequences"] = batch["num_tokens"] = 0
-        return batch
 
 
 @dataclass(frozen=True)
@@ -79,16 +57,16 @@ def validation_loader(
 ) -> DataLoader[Any]:
     """Every validation row once over all ranks, in order; ranks without one repeat some with no target."""
     if config.sample_packing:
-        ordered: Any = MultipackBatchSampler(
+        ordered: MultipackBatchSampler | RowOrder = MultipackBatchSampler(
             tokens.lengths, config.sequence_len, bins_per_batch=config.micro_batch_size, shuffle=False
         )
     else:
-        ordered = BatchSampler(range(len(tokens)), config.micro_batch_size, drop_last=False)
+        ordered = RowOrder(len(tokens), config.micro_batch_size, shuffle=False)
     sampler = DistributedBatchSampler(ordered, tail="split")
     return _loader(config, tokens, sampler, pad_token_id, device)
 
 
-def _shuffled(config: TrainConfig, tokens: TokenDataset) -> Any:
+def _shuffled(config: TrainConfig, tokens: TokenDataset) -> MultipackBatchSampler | RowOrder:
     if config.sample_packing:
         return MultipackBatchSampler(
             tokens.lengths,
@@ -97,10 +75,7 @@ def _shuffled(config: TrainConfig, tokens: TokenDataset) -> Any:
             seed=config.seed,
             method=config.pack_method,
         )
-    rows: DistributedSampler[Any] = DistributedSampler(
-        tokens, num_replicas=1, rank=0, shuffle=True, seed=config.seed
-    )
-    return BatchSampler(rows, config.micro_batch_size, drop_last=False)
+    return RowOrder(len(tokens), config.micro_batch_size, seed=config.seed)
 
 
 def _loader(
@@ -113,7 +88,6 @@ def _loader(
     collator: PackedCollator | PaddedCollator
     if config.sample_packing:
         collator = PackedCollator(
-            capacity=config.sequence_len,
             pad_to="capacity" if config.pad_to_sequence_len else None,
             pad_token_id=pad_token_id,
             return_indices=config.log_rows,
@@ -123,7 +97,7 @@ def _loader(
     return DataLoader(
         tokens,
         batch_sampler=sampler,
-        collate_fn=CountingCollator(collator, config.sequence_len if config.sample_packing else None),
+        collate_fn=collator,
         num_workers=config.num_workers,
         prefetch_batches=config.prefetch_batches,
         device=device,
@@ -131,14 +105,12 @@ def _loader(
 
 
 def epoch_steps(sampler: DistributedBatchSampler, config: TrainConfig) -> list[int]:
-    """Optimizer steps of each epoch from its start, exact; only as many epochs as `max_steps` needs. Rewinds the sampler."""
+    """Optimizer steps of each epoch from its start, exact; only as many epochs as `max_steps` needs."""
     steps: list[int] = []
     for epoch in range(config.num_epochs):
-        sampler.set_epoch(epoch)
-        steps.append(_windows_of(len(sampler), config))
+        steps.append(_windows_of(sampler.num_batches(epoch), config))
         if config.max_steps is not None and sum(steps) >= config.max_steps:
             break
-    sampler.set_epoch(0)
     return steps
 
 

@@ -17,7 +17,7 @@ from oracles import packed_batch
 
 from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
-from multipack.order.tail import BatchIndices
+from multipack.order.batch import BatchIndices
 
 Rows = list[dict[str, list[int]]]
 

@@ -52,7 +52,7 @@ def main(folder: Path) -> None:
         repr(loader), sampler.state_dict()
     answer["epochs"] = []
     for _ in range(2):
-        sampler_batches = list(sampler.begin())
+        sampler_batches = list(sampler.read())
         collated = [batch["input_ids"].shape[1] for batch in loader]
         assert collated == [sum(lengths[row] for row in batch) for batch in sampler_batches]
         answer["epochs"].append([[] if batch.repeated else batch for batch in sampler_batches])

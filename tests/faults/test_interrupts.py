@@ -23,7 +23,7 @@ MOST_SECONDS = 2.0
 def read_for_ever(worker_type: Any, num_workers: int) -> None:
     """Passes over a small data set, one after the other, from planning to the last batch; with worker processes one long pass,
     because Python loses an interrupt that comes while it forks."""
-    from multipack.loading.loader import packed_dataloader
+    from multipack.loading.packed import packed_dataloader
 
     count = 3_000_000 if worker_type == "process" else 10_000
     rows = (np.zeros(3 * count, np.int32), np.arange(0, 3 * count + 1, 3))

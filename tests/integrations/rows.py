@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
 from multipack.integrations.attention import model_inputs, stock_attention
-from multipack.loading.loader import packed_dataloader
+from multipack.loading.packed import packed_dataloader
 from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 
 CAPACITY = 64

@@ -17,7 +17,7 @@ from multipack.data.dataset import TokenDataset
 from multipack.integrations.accelerate import skip_first_batches
 from multipack.integrations.lightning import PackedDataModule
 from multipack.integrations.transformers import PackedTrainer, PackedTrainerMixin
-from multipack.loading.loader import packed_dataloader
+from multipack.loading.packed import packed_dataloader
 from multipack.order.stream import StreamPacker
 
 ROWS = [list(range(n)) for n in (3, 1, 4, 1, 5, 9, 2, 6)]

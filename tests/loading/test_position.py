@@ -21,7 +21,8 @@ from torch.utils.data import (
 
 from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
-from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
 from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 from multipack.order.stream import StreamPacker
 
@@ -51,7 +52,7 @@ def test_state_counts_what_was_yielded_not_what_was_prefetched() -> None:
     for _ in range(3):
         next(iterator)
     deadline = time.monotonic() + 1
-    while iterator._made.ready < 10 and time.monotonic() < deadline:
+    while iterator._source.ready < 10 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert loader.state_dict()["sampler"]["batches"] == 3
 
@@ -337,9 +338,8 @@ def test_a_stateful_iterable_data_set_resumes_behind_the_yielded_batches(
     workers: int, batch_size: int | None
 ) -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(
-            CountingStream(), batch_size, num_workers=workers, prefetch_batches=3 if workers else None
-        )
+        threads: dict[str, Any] = {"prefetch_batches": 3, "worker_type": "thread"} if workers else {}
+        return DataLoader(CountingStream(), batch_size, num_workers=workers, **threads)
 
     def plain(batches: Any) -> list[Any]:
         return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]

@@ -204,22 +204,6 @@ def test_exhaustion_inside_a_generator_ends_that_generator_quietly() -> None:
     assert list(wrapper()) == [0, 1, 2]
 
 
-def test_on_thread_start_runs_in_each_thread_and_its_error_is_raised() -> None:
-    numbers: list[tuple[int, str]] = []
-
-    def start(number: int) -> None:
-        numbers.append((number, threading.current_thread().name))
-
-    list(Prefetcher(range(20), depth=6, threads=3, on_thread_start=start))
-    assert sorted(numbers) == [(number, f"multipack-prefetch-{number}") for number in range(3)]
-
-    def refuse(number: int) -> None:
-        raise OSError(f"no licence {number}")
-
-    with pytest.raises(OSError, match="no licence"):
-        list(Prefetcher(range(20), depth=6, threads=3, on_thread_start=refuse))
-
-
 def leave_by_break(iterator: Iterator[int]) -> None:
     for _ in iterator:
         break

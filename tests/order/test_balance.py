@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multipack import batch_cost, deal
-from multipack.order.balance import loss_of_balance
+from multipack.order.balance import batch_cost, deal, loss_of_balance
 
 
 def test_cost_counts_attention_against_matrices():

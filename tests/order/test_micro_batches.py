@@ -19,10 +19,8 @@ def test_each_sequence_once_in_equal_counts(lengths, capacity, ranks):
     split = split_micro_batches(lengths, capacity, num_replicas=ranks)
     assert all(len(micro_step) == ranks for micro_step in split)
     batches = [batch for micro_step in split for batch in micro_step]
-    assert sorted(row for b in batches if not b.repeated for row in b.rows.tolist()) == list(
-        range(len(lengths))
-    )
-    assert all(0 < sum(lengths[row] for row in b.rows) <= capacity for b in batches)
+    assert sorted(row for b in batches if not b.repeated for row in b) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[row] for row in b) <= capacity for b in batches)
     assert sum(b.repeated for b in batches) == max(0, len(split) * ranks - len(lengths))
     fewest = -(-len(pack(lengths, capacity, method="best_fit_decreasing")) // ranks)
     assert len(split) == fewest
@@ -30,7 +28,7 @@ def test_each_sequence_once_in_equal_counts(lengths, capacity, ranks):
 
 def tokens_of(split, lengths):
     """Tokens of every micro-batch that counts, ascending."""
-    return sorted(sum(lengths[row] for row in b.rows) for step in split for b in step if not b.repeated)
+    return sorted(sum(lengths[row] for row in b) for step in split for b in step if not b.repeated)
 
 
 def test_bins_stay_as_packed_where_evening_out_would_overfill_one():
@@ -52,7 +50,7 @@ def test_a_bin_of_several_sequences_is_halved_for_a_rank_that_has_none():
     split = split_micro_batches(lengths, 25, num_replicas=3)
     assert [len(micro_step) for micro_step in split] == [3, 3, 3]
     batches = [batch for micro_step in split for batch in micro_step]
-    assert sorted(row for batch in batches for row in batch.rows.tolist()) == list(range(18))
+    assert sorted(row for batch in batches for row in batch) == list(range(18))
     # Packed they hold 20, 20, 23, 23, 24, 25, 25, 25: the first 25 of several sequences, 9 + 9 + 7, becomes 9 + 7 and 9.
     assert tokens_of(split, lengths) == [9, 16, 20, 20, 23, 23, 24, 25, 25]
 
@@ -63,20 +61,14 @@ def test_a_bin_of_several_sequences_is_halved_for_a_rank_that_has_none():
 def test_attention_counts_in_the_cost_that_ranks_are_dealt_by(hidden_size, beside_the_longest):
     # Tokens: 10, 11, 6 + 6 and 6 + 5. Tokens + squares / 12: 18.3, 21.1, 18.0 and 16.1.
     split = split_micro_batches([10, 11, 6, 6, 6, 5], 12, num_replicas=2, hidden_size=hidden_size)
-    (others,) = [
-        sorted(b.rows.tolist())
-        for step in split
-        if any(1 in b.rows for b in step)
-        for b in step
-        if 1 not in b.rows
-    ]
+    (others,) = [sorted(b) for step in split if any(1 in b for b in step) for b in step if 1 not in b]
     assert others in beside_the_longest
 
 
 def test_ranks_get_even_work():
     lengths = np.random.default_rng(0).integers(16, 400, 500)
     split = split_micro_batches(lengths, 2048, num_replicas=8)
-    tokens = np.array([[lengths[batch.rows].sum() for batch in micro_step] for micro_step in split])
+    tokens = np.array([[lengths[list(batch)].sum() for batch in micro_step] for micro_step in split])
     assert tokens.max() / tokens.mean() < 1.05
 
 

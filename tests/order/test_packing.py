@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multipack
-from multipack import _core, lower_bound, pack
+from multipack import _core, pack
+from multipack.order.packing import lower_bound
 
 METHODS = ["auto", "stream", "best_fit_decreasing", "next_fit"]
 

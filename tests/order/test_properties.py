@@ -22,9 +22,9 @@ from multipack import DistributedBatchSampler, EpochPlan, MultipackBatchSampler,
 from multipack.data.collate import PackedCollator
 from multipack.data.dataset import Selection, TokenDataset
 from multipack.loading.loader import DataLoader
-from multipack.order.tail import BatchIndices
+from multipack.order.batch import BatchIndices
 from multipack.train.config import TrainConfig
-from multipack.train.windows import CountingCollator, epoch_steps, steps_left, windows
+from multipack.train.windows import epoch_steps, steps_left, windows
 
 MANY = settings(max_examples=5 * settings().max_examples)
 """For properties of which five hundred examples take a second."""
@@ -203,7 +203,8 @@ def test_loaders_in_flight_lose_nothing(world: World, chain: list[tuple[int, int
                 ),
                 collate_fn=with_marks,
                 num_workers=workers,
-                prefetch_batches=depth + rank,
+                worker_type="thread",
+                prefetch_batches=depth + rank if workers else None,
             )
             for rank in range(num_replicas)
         ]
@@ -255,7 +256,7 @@ def test_a_schedule_has_exactly_the_steps_that_are_taken(
             loader = DataLoader(
                 dataset,
                 batch_sampler=sampler,
-                collate_fn=CountingCollator(PackedCollator(), 40),
+                collate_fn=PackedCollator(),
                 num_workers=0,
             )
             whole = epoch_steps(sampler, config)

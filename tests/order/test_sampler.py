@@ -14,7 +14,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from multipack import DistributedBatchSampler, MultipackBatchSampler
 from multipack.order.balance import BALANCE_MODES
-from multipack.order.tail import TAILS
+from multipack.order.batch import Place
+from multipack.order.dealing import TAILS
 
 LENGTHS = np.random.default_rng(0).integers(1, 60, 400)
 
@@ -94,7 +95,7 @@ def test_equal_counts_and_each_row_once(
         for sampler in samplers:
             sampler.set_epoch(epoch)
         total = len(samplers[0].batch_sampler)
-        dealt = [list(sampler.begin()) for sampler in samplers]
+        dealt = [list(sampler.read()) for sampler in samplers]
     except ValueError:
         assert tail in ("drop", "error")
         assert (total < num_replicas) if tail == "drop" else total % num_replicas
@@ -140,7 +141,7 @@ def test_even_tails_for_every_small_number_of_bins(num_replicas):
 def test_an_optimizer_step_holds_the_same_rows_for_any_number_of_ranks(balance):
     def steps(num_replicas, accumulate):
         dealt = [
-            list(s.begin()) for s in ranks_of(packed, num_replicas, accumulate=accumulate, balance=balance)
+            list(s.read()) for s in ranks_of(packed, num_replicas, accumulate=accumulate, balance=balance)
         ]
         return [
             sorted(row for batches in dealt for batch in batches[i : i + accumulate] for row in batch)
@@ -216,24 +217,43 @@ def test_epochs_move_on_by_themselves_once_all_was_yielded():
     assert list(sampler) == first
 
 
-def test_begin_changes_nothing():
+def test_looking_moves_nothing_also_in_mid_pass():
     sampler = DistributedBatchSampler(packed(), num_replicas=2, rank=0)
-    before = sampler.state_dict()
-    batches = list(sampler.begin())
-    assert sampler.state_dict() == before
-    assert list(sampler.begin()) == batches
-    for _ in batches[:-1]:
-        sampler.advance()
-    assert sampler.epoch == 0
-    assert sampler.state_dict()["batches"] == 2 * (len(batches) - 1)
-    sampler.advance()
-    assert sampler.epoch == 1
-    assert sampler.state_dict()["batches"] == 0
+    batches = list(sampler.read())
+    taking = iter(sampler)
+    for taken in range(4):
+        before = sampler.state_dict()
+        assert before["batches"] == 2 * taken
+        assert list(sampler.read()) == batches
+        assert list(sampler.sampler._batch_sampler.read(Place(2)))
+        assert (len(sampler), sampler.remaining, sampler.num_batches(1) > 0) == (
+            len(batches),
+            len(batches),
+            True,
+        )
+        assert sampler.fingerprint
+        iter(sampler)
+        assert sampler.state_dict() == before
+        assert next(taking) == batches[taken]
+
+
+def test_each_batch_carries_the_place_behind_it():
+    for balance, accumulate in (("none", 3), ("step", 3), ("micro_step", 2)):
+        options = {"num_replicas": 2, "rank": 1, "balance": balance, "accumulate": accumulate}
+        sampler = DistributedBatchSampler(packed(), **options)
+        batches = list(sampler.read())
+        for number, batch in enumerate(batches, 1):
+            assert batch.ends_epoch == (number == len(batches))
+            rest = list(sampler.read(batch.after))
+            if batch.ends_epoch:
+                assert batch.after == Place(1)
+            else:
+                assert rest == batches[number:]
 
 
 def test_a_broken_off_epoch_starts_again():
     sampler = packed()
-    everything = list(sampler.begin())
+    everything = list(sampler.read())
     iterator = iter(sampler)
     next(iterator)
     assert sampler.state_dict()["batches"] == 1
@@ -243,7 +263,7 @@ def test_a_broken_off_epoch_starts_again():
 
 def test_a_loaded_position_is_used_once():
     sampler = packed()
-    everything = list(sampler.begin())
+    everything = list(sampler.read())
     sampler.load_state_dict({**sampler.state_dict(), "batches": 10})
     iterator = iter(sampler)
     assert next(iterator) == everything[10]
@@ -271,17 +291,18 @@ def test_a_pass_read_on_after_going_to_another_epoch_does_not_count():
     assert (sampler.epoch, sampler.state_dict()["batches"]) == (3, 0)
 
 
-def test_a_pass_read_on_after_loading_a_state_does_not_count():
+def test_an_open_pass_obeys_a_loaded_state_with_its_next_batch():
     sampler = packed()
-    everything = list(sampler.begin())
+    everything = list(sampler.read())
     iterator = iter(sampler)
     next(iterator)
     state = sampler.state_dict()
     next(iterator)
     sampler.load_state_dict(state)
-    next(iterator)
-    assert sampler.state_dict() == state
-    assert list(sampler) == everything[1:]
+    assert next(iterator) == everything[1]
+    assert sampler.state_dict()["batches"] == 2
+    assert list(iterator) == everything[2:]
+    assert sampler.epoch == 1
 
 
 def test_numbers_of_numpy_are_those_of_python():
@@ -305,7 +326,7 @@ def test_numbers_of_numpy_are_those_of_python():
     ours, plain = sampler(np.int64), sampler(int)
     ours.set_epoch(np.int64(5))
     plain.set_epoch(5)
-    assert list(ours.begin()) == list(plain.begin())
+    assert list(ours.read()) == list(plain.read())
     assert json.dumps(ours.state_dict()) == json.dumps(plain.state_dict())
     assert list(MultipackBatchSampler(LENGTHS, np.int64(64), seed=np.uint8(3))) == list(packed(seed=3))
 
@@ -335,7 +356,7 @@ def test_frameworks_find_what_they_look_for():
             getattr(sampler, "batch_sampler", sampler).plan is getattr(sampler, "batch_sampler", sampler).plan
         )
         copy = pickle.loads(pickle.dumps(sampler))
-        assert list(copy.begin()) == list(sampler.begin())
+        assert list(copy.read()) == list(sampler.read())
 
 
 def test_an_inner_sampler_follows_the_epoch():

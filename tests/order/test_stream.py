@@ -120,7 +120,14 @@ def test_resumed_goes_on_as_if_never_stopped(source, stop):
 
 def test_a_prefetching_loader_saves_what_was_yielded():
     def loader(packer):
-        return multipack.DataLoader(packer, batch_size=None, collate_fn=row_ids, prefetch_batches=5)
+        return multipack.DataLoader(
+            packer,
+            batch_size=None,
+            collate_fn=row_ids,
+            num_workers=1,
+            prefetch_batches=5,
+            worker_type="thread",
+        )
 
     whole = list(loader(StreamPacker(ROWS, CAPACITY, pool_size=40)))
     first = loader(StreamPacker(ROWS, CAPACITY, pool_size=40))

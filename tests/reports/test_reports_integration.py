@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, DistributedSampler, Sampler
 from multipack import DistributedBatchSampler, MultipackBatchSampler
 from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
-from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
 from multipack.train.loss import causal_lm_loss_sum
 
 
@@ -180,7 +181,7 @@ def test_pytorch_lightning_20272_the_plan_survives_or_an_error_says_so(
 
     packing = MultipackBatchSampler([1] * 64, 2)
     dealt = DistributedBatchSampler(packing, num_replicas=2, rank=1)
-    expected = [list(batch) for batch in dealt.begin()]
+    expected = [list(batch) for batch in dealt.read()]
     kept = prepared(dealt)
     assert isinstance(kept.sampler, DistributedSampler)
     assert [batch.tolist() for batch in kept] == expected

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from multipack import DistributedBatchSampler, EpochPlan, MultipackBatchSampler, Packing, pack
+from multipack import DistributedBatchSampler, EpochPlan, MultipackBatchSampler, pack
 from multipack.data.collate import PackedCollator
 from multipack.data.dataset import Selection, TokenDataset
-from multipack.loading.loader import DataLoader, packed_dataloader
-from multipack.order.packing import MethodName
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
+from multipack.order.packing import MethodName, Packing
 
 METHODS: tuple[MethodName, ...] = ("auto", "stream", "best_fit_decreasing", "next_fit")
 

@@ -20,7 +20,8 @@ import pytest
 from torch.utils.data import Dataset
 
 from multipack import EpochPlan, MultipackBatchSampler
-from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
 from multipack.loading.prefetch import Prefetcher
 
 SOURCE = (np.arange(300, dtype=np.int32), np.arange(0, 301, 3))

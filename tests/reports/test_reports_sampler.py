@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler
 
-from multipack import BatchIndices, DistributedBatchSampler, EpochPlan, MultipackBatchSampler
+from multipack import DistributedBatchSampler, EpochPlan, MultipackBatchSampler
 from multipack.data.dataset import TokenDataset
-from multipack.loading.loader import DataLoader, packed_dataloader
-from multipack.order.tail import Tail
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
+from multipack.order.batch import BatchIndices
+from multipack.order.dealing import Tail
 from multipack.train.ppo.sizes import PPOSizes
 
 

@@ -24,7 +24,7 @@ from multipack.train.ppo.prompts import deal_prompts
 from multipack.train.ppo.sizes import PPOSizes, check_prompts, collect_sizes
 from multipack.train.ppo.update_plan import num_optimizer_steps, plan_step, step_rows
 from multipack.train.stop import StopOnSigterm
-from multipack.train.windows import CountingCollator, epoch_steps, steps_left, windows
+from multipack.train.windows import epoch_steps, steps_left, windows
 
 
 def sizes(
@@ -110,8 +110,7 @@ def training(num_batches: int, accumulate: int, num_epochs: int = 1) -> tuple[Da
     """A loader of so many batches of two tokens each."""
     dataset = TokenDataset((np.ones(2 * num_batches, np.int32), np.arange(0, 2 * num_batches + 1, 2)))
     sampler = DistributedBatchSampler(MultipackBatchSampler(dataset.lengths, 2), num_replicas=1, rank=0)
-    collator = CountingCollator(PackedCollator(), 2)
-    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collator)
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=PackedCollator())
     return loader, TrainConfig(gradient_accumulation_steps=accumulate, num_epochs=num_epochs)
 
 

@@ -14,7 +14,8 @@ from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
 from multipack.integrations.attention import model_inputs
 from multipack.loading.loader import DataLoader
-from multipack.order.tail import BatchIndices
+from multipack.order.orders import BatchOrder
+from multipack.order.sampler import DistributedBatchSampler
 from multipack.train.loss import IGNORE_INDEX, predicting_positions
 from multipack.train.ppo.advantage import FloatArray
 from multipack.train.ppo.rollouts import Rollouts, offsets_of
@@ -53,14 +54,10 @@ def micro_batches(
     dataset: TokenDataset, plans: Iterable[StepPlan], rank: int, num_workers: int, device: torch.device
 ) -> DataLoader[dict[str, Any]]:
     """This rank's micro-batches of consecutive optimizer steps, collated ahead in the background."""
-    batches = []
-    for plan in plans:
-        for rows, repeated in zip(plan.micro_batches, plan.repeated, strict=True):
-            batch = BatchIndices.of_bins([rows[rank].tolist()])
-            batches.append(batch.as_repeat() if repeated[rank] else batch)
+    batches = [micro_step[rank] for plan in plans for micro_step in plan]
     return DataLoader(
         dataset,
-        batch_sampler=batches,
+        batch_sampler=DistributedBatchSampler(BatchOrder(batches), num_replicas=1, rank=0),
         collate_fn=PackedCollator(),
         num_workers=num_workers,
         device=device,

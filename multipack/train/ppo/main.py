@@ -122,6 +122,7 @@ def train(run: Run, device: torch.device) -> PPOTrainer:
         seed=config.seed,
         rank=dist.get_rank(),
         first_collect_step=trainer.collect_step,
+        permutation=trainer.permutation,
     )
     _run_iterations(trainer, _groups(prompts, config.num_collect_steps), run)
     if task.tokenizer is not None and trainer.iteration == run.num_iterations:

@@ -77,9 +77,4 @@ def _gather_scores(local: FloatArray, rollouts: Rollouts, plan: StepPlan, num_re
 
 def rows_of_rank(plan: StepPlan, rank: int) -> IntArray:
     """Rows that a rank's micro-batches hold, in their order; repeats are left out."""
-    rows = [
-        micro_step[rank]
-        for micro_step, repeated in zip(plan.micro_batches, plan.repeated, strict=True)
-        if not repeated[rank]
-    ]
-    return np.concatenate([np.zeros(0, np.int64), *rows])
+    return np.array([row for step in plan if not step[rank].repeated for row in step[rank]], np.int64)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
 
+from multipack.order.orders import Permutation, torch_permutation
 from multipack.train.checkpoint import load_tensors, read_state, save_checkpoint
 from multipack.train.engine import EngineOptions, build_engine
 from multipack.train.metrics import flops_per_token
@@ -27,6 +28,7 @@ from multipack.train.ppo.config import PPOConfig
 from multipack.train.ppo.experience import Experience, learn_from
 from multipack.train.ppo.kl import KLController
 from multipack.train.ppo.phases import Phases
+from multipack.train.ppo.prompts import permutation_of_old_checkpoints
 from multipack.train.ppo.ptx import PtxMix
 from multipack.train.ppo.scoring import score
 from multipack.train.ppo.sizes import PPOSizes, buffer_sizes
@@ -83,6 +85,8 @@ class PPOTrainer:
         """Iterations done."""
         self.collect_step = 0
         """Collect steps done."""
+        self.permutation: Permutation = torch_permutation
+        """Order of the prompts of an episode."""
         self.history: list[Metrics] = []
         """Metrics of the iterations of this process, the same on every rank."""
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
@@ -147,6 +151,7 @@ class PPOTrainer:
             "run": self._identity(),
             "iteration": self.iteration,
             "collect_step": self.collect_step,
+            "permutation": self.permutation.__name__,
             "kl_coef": self.kl.coefficient,
             "ptx": None if self._ptx is None else self._ptx.state_dict(),
         }
@@ -176,6 +181,8 @@ class PPOTrainer:
         load_tensors(checkpoint, self.engine.state_tensors())
         self.engine.loaded()
         self.iteration, self.collect_step = state["iteration"], state["collect_step"]
+        if state.get("permutation") != torch_permutation.__name__:
+            self.permutation = permutation_of_old_checkpoints
         self.kl.coefficient = state["kl_coef"]
         go_to_step(self._schedule, sum(self._steps_of_iterations[: self.iteration]))
         if self._ptx is not None:

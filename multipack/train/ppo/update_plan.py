@@ -7,28 +7,19 @@ ranks have the same number of micro-batches and no rank asks another.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
+from multipack.order.batch import BatchIndices
 from multipack.order.micro_batches import split_micro_batches
 from multipack.train.ppo.rollouts import IntArray
 
 UpdateMode = Literal["epochs", "steps"]
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """The micro-batches of one optimizer step."""
-
-    micro_batches: list[list[IntArray]]
-    """Rows of the buffer by micro-step and rank: `micro_batches[micro_step][rank]`; every rank has something to do."""
-    repeated: list[list[bool]]
-    """Whether the micro-batch only keeps its rank in step, because there are fewer sequences than ranks: it counts nothing."""
-
-    def __len__(self) -> int:
-        return len(self.micro_batches)
+StepPlan: TypeAlias = list[list[BatchIndices]]
+"""Rows of the buffer by micro-step and rank of one optimizer step; those of a repeated batch count for nothing."""
 
 
 def num_optimizer_steps(
@@ -78,7 +69,9 @@ def plan_step(
     split = split_micro_batches(
         lengths[rows], micro_batch_tokens, num_replicas=num_replicas, hidden_size=hidden_size
     )
-    return StepPlan(
-        micro_batches=[[rows[batch.rows] for batch in micro_step] for micro_step in split],
-        repeated=[[batch.repeated for batch in micro_step] for micro_step in split],
-    )
+    return [[_of_rows(rows, batch) for batch in micro_step] for micro_step in split]
+
+
+def _of_rows(rows: IntArray, batch: BatchIndices) -> BatchIndices:
+    """A batch of positions in `rows` as one of rows."""
+    return BatchIndices(rows[batch].tolist(), bin_capacity=batch.bin_capacity, repeated=batch.repeated)

@@ -21,12 +21,7 @@ def plan(lengths, rows, capacity, ranks):
 
 
 def real_micro_batches(step):
-    return [
-        rows
-        for micro_step, repeated in zip(step.micro_batches, step.repeated, strict=True)
-        for rows, repeat in zip(micro_step, repeated, strict=True)
-        if not repeat
-    ]
+    return [batch for micro_step in step for batch in micro_step if not batch.repeated]
 
 
 @settings(max_examples=200, deadline=None)
@@ -37,36 +32,36 @@ def real_micro_batches(step):
 )
 def test_each_sequence_once_within_capacity_on_equal_ranks(lengths, capacity, ranks):
     step = plan(lengths, range(len(lengths)), capacity, ranks)
-    assert all(len(micro_step) == ranks for micro_step in step.micro_batches)
-    assert all(len(rows) for micro_step in step.micro_batches for rows in micro_step)
+    assert all(len(micro_step) == ranks for micro_step in step)
+    assert all(len(rows) for micro_step in step for rows in micro_step)
     real = real_micro_batches(step)
-    assert Counter(row for rows in real for row in rows.tolist()) == Counter(range(len(lengths)))
+    assert Counter(row for rows in real for row in rows) == Counter(range(len(lengths)))
     assert all(sum(lengths[row] for row in rows) <= capacity for rows in real)
     # As few rounds as packing needs, and repeats only where there are fewer sequences than places.
     needed = -(-len(pack(lengths, capacity, method="best_fit_decreasing")) // ranks)
     assert len(step) == needed
-    num_repeats = sum(sum(repeated) for repeated in step.repeated)
+    num_repeats = sum(batch.repeated for micro_step in step for batch in micro_step)
     assert num_repeats == max(0, needed * ranks - len(lengths))
 
 
 def test_micro_batches_of_a_round_are_even():
     # 17 sequences of 6 in bins of 12 need nine bins, so two rounds of 8 ranks: 16 micro-batches, one of which has two.
     step = plan([6] * 17, range(17), 12, 8)
-    tokens = [[6 * len(rows) for rows in micro_step] for micro_step in step.micro_batches]
+    tokens = [[6 * len(rows) for rows in micro_step] for micro_step in step]
     assert sorted(chain.from_iterable(tokens)) == [6] * 15 + [12]
 
 
 def test_full_bins_that_cannot_be_spread_are_kept_and_halved():
     # 9 + 3 and 8 + 2 + 2 fill bins of 12; longest-first would put 9, 8 | 3, 2, 2 as (9 + 2 | 8 + 3 + 2 = 13).
     step = plan([9, 3, 8, 2, 2], range(5), 12, 2)
-    assert {tuple(sorted(rows.tolist())) for rows in step.micro_batches[0]} == {(0, 1), (2, 3, 4)}
+    assert {tuple(sorted(rows)) for rows in step[0]} == {(0, 1), (2, 3, 4)}
 
 
 def test_fewer_sequences_than_ranks_repeat_without_counting():
     step = plan([5, 7, 3], [2, 0], 10, 4)
     assert len(step) == 1
-    assert step.repeated == [[False, False, True, True]]
-    assert [rows.tolist() for rows in real_micro_batches(step)] == [[0], [2]]
+    assert [batch.repeated for batch in step[0]] == [False, False, True, True]
+    assert real_micro_batches(step) == [[0], [2]]
 
 
 def test_an_epoch_takes_each_row_once_a_pass_in_a_new_order():

@@ -8,7 +8,8 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multipack.order.tail import BatchIndices, redeal
+from multipack.order.batch import BatchIndices
+from multipack.order.dealing import redeal
 
 
 def test_a_batch_is_a_list_that_remembers_its_bins():

@@ -18,7 +18,8 @@ from torch.utils.data import (
 
 from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
-from multipack.loading.loader import DataLoader, packed_dataloader
+from multipack.loading.loader import DataLoader
+from multipack.loading.packed import packed_dataloader
 from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 
 

@@ -27,7 +27,7 @@ KINDS = pytest.mark.parametrize("kind", ["global", "dealt", "balanced"])
 @pytest.mark.parametrize("taken", [1, 5])
 def test_an_epoch_that_was_broken_off_starts_again(kind, taken):
     sampler = sampler_of(kind)
-    everything = list(sampler.begin())
+    everything = list(sampler.read())
     assert list(islice(sampler, taken)) == everything[:taken]
     assert list(sampler) == everything
     assert (sampler.epoch, sampler.remaining) == (1, len(everything))
@@ -37,7 +37,7 @@ def test_an_epoch_that_was_broken_off_starts_again(kind, taken):
 @pytest.mark.parametrize("taken", [1, 5])
 def test_a_loaded_position_is_used_once(kind, taken):
     stopped, sampler = sampler_of(kind), sampler_of(kind)
-    everything = list(sampler.begin())
+    everything = list(sampler.read())
     list(islice(stopped, taken))
     list(islice(sampler, 3))
     sampler.load_state_dict(stopped.state_dict())
@@ -58,7 +58,7 @@ def test_a_position_belongs_to_its_epoch(kind):
         sampler.set_epoch(epoch)
         fresh.set_epoch(epoch)
         assert sampler.state_dict() == fresh.state_dict()
-        assert list(sampler.begin()) == list(fresh.begin())
+        assert list(sampler.read()) == list(fresh.read())
 
 
 @KINDS

@@ -1,0 +1,143 @@
+"""torch's own iterators, in this process or with worker processes, and the marks of the batches they give.
+
+torch takes ids ahead for its workers and returns batches without them. A recorder stands between its iterator and the feed, and keeps
+for each batch what must be known when it is yielded: batches come back in the order in which their ids were taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from multipack.loading.feeds import Feed, StreamFeed
+from multipack.loading.passes import Made
+from multipack.loading.torch_samplers import TorchSamplerFeed
+
+
+class Recorder:
+    """The sampler that torch's iterator sees. Workers that persist keep it, and read pass after pass through it."""
+
+    def __init__(self, feed: Feed, index_sampler: Any) -> None:
+        self.feed = feed
+        self.index_sampler = index_sampler
+        self.number = -1
+        self.taken: deque[tuple[Any, Any]] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.feed, StreamFeed):
+            return iter(self.index_sampler)  # how many rows a batch has, for ever; a stream ends by itself
+        self.number, items = self.feed.open()
+        self.taken = deque()
+        return self._record(items, self.taken)
+
+    def __len__(self) -> int:
+        return len(self.index_sampler)
+
+    def _record(self, items: Iterator[tuple[Any, Any]], taken: deque[tuple[Any, Any]]) -> Iterator[Any]:
+        for pair in items:
+            taken.append(pair)
+            yield pair[0]
+
+
+class TorchPass:
+    """One pass by torch's own iterator, in the consumer's thread: its errors, its random draws and its workers are torch's.
+
+    Args:
+        recorder: what the iterator takes ids from.
+        make_iterator: torch's `DataLoader.__iter__`.
+        finish: (batch, ids, mark) -> what the loader yields.
+        generator: of the loader.
+        is_parallel: worker processes read.
+        keeps_workers: they persist.
+    """
+
+    ready = 0
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        make_iterator: Callable[[], Iterator[Any]],
+        finish: Callable[[Any, Any, Any], Made],
+        *,
+        generator: torch.Generator | None,
+        is_parallel: bool,
+        keeps_workers: bool,
+    ) -> None:
+        self._recorder = recorder
+        self._finish = finish
+        self._is_parallel = is_parallel
+        self._keeps_workers = keeps_workers
+        self._num_yielded = 0
+        self.busy_seconds = 0.0
+        """Wall seconds spent on the batches so far where the consumer makes them itself; those of processes are unknown."""
+        feed = recorder.feed
+        if isinstance(feed, StreamFeed):
+            self._num_yielded = feed.cursor.start.batches
+            if is_parallel and self._num_yielded:
+                raise ValueError(feed.unknown(self._num_yielded))
+            recorder.number = feed.open().number
+        if generator is None and isinstance(feed, TorchSamplerFeed) and feed.resumes:
+            with _undrawn():  # the pass that is resumed has drawn its worker seed
+                self._batches = make_iterator()
+        else:
+            self._batches = make_iterator()
+
+    @property
+    def number(self) -> int:
+        """Of the cursor."""
+        return self._recorder.number
+
+    def __next__(self) -> Made:
+        received = getattr(self._batches, "_rcvd_idx", None)
+        started = perf_counter()
+        try:
+            batch = next(self._batches)
+        except StopIteration as stop:
+            self._check_complete(stop)
+            raise
+        except BaseException:
+            # The next call goes on with the batch behind the one that failed, as torch's does; a timeout has received none.
+            if self._recorder.taken and (received is None or received != self._batches._rcvd_idx):  # type: ignore[attr-defined]  # torch's iterator
+                self._recorder.taken.popleft()
+            raise
+        self._num_yielded += 1
+        if not self._is_parallel:
+            self.busy_seconds += perf_counter() - started
+        if isinstance(self._recorder.feed, StreamFeed):
+            return self._finish(batch, None, self._stream_mark(self._recorder.feed))
+        ids, mark = self._recorder.taken.popleft()
+        return self._finish(batch, ids, mark)
+
+    def close(self) -> None:
+        """End worker processes that do not persist."""
+        # torch ends its workers when its iterator dies, but the traceback of a worker's error keeps that alive, and a garbage
+        # collection then waits 5 s for workers whose queues it has closed before.
+        if self._is_parallel and not self._keeps_workers:
+            self._batches._shutdown_workers()  # type: ignore[attr-defined]  # torch's iterator
+
+    def _stream_mark(self, feed: StreamFeed) -> Any:
+        if self._is_parallel:
+            return type(feed.cursor.mark)(self._num_yielded)
+        return feed.mark(self._num_yielded)
+
+    def _check_complete(self, stop: StopIteration) -> None:
+        """Ids without a batch: this is no end, but what a row or collator raised, which torch raises again here."""
+        if self._recorder.taken:
+            raise RuntimeError(
+                f"Making item {self._num_yielded} ({self._recorder.taken[0][0]!r:.200}) raised StopIteration, which would have ended the epoch early "
+                "without a word. Raise another error, or leave the item out of the sampler."
+            ) from stop
+
+
+class _undrawn:
+    """Puts torch's global random state back at the end."""
+
+    def __enter__(self) -> None:
+        self._state = torch.get_rng_state()
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_rng_state(self._state)

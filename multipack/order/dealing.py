@@ -1,0 +1,213 @@
+"""Deal the batches of an order to ranks.
+
+Every rank computes the same dealing from the same numbers and takes its own share, so no rank ever talks to another and all have the
+same number of batches: a rank that took an extra step would deadlock the others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multipack.arguments import check_choice, whole_number
+from multipack.order.balance import BALANCE_MODES, BalanceMode, deal
+from multipack.order.batch import BatchIndices, LeftOut, Place
+from multipack.order.orders import Order, count_batches
+
+Tail: TypeAlias = Literal["split", "pad", "drop", "error"]
+_Item = TypeVar("_Item")
+
+TAILS: tuple[Tail, ...] = ("split", "pad", "drop", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealing:
+    """One rank's share of an order; arguments as of DistributedBatchSampler."""
+
+    num_replicas: int = 1
+    rank: int = 0
+    tail: Tail = "split"
+    accumulate: int = 1
+    balance: BalanceMode = "none"
+    balance_window: int = 1
+    hidden_size: int = 4096
+
+    def __post_init__(self) -> None:
+        check_choice("tail", self.tail, TAILS)
+        check_choice("balance", self.balance, BALANCE_MODES)
+        for name in ("accumulate", "balance_window", "hidden_size"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
+        if self.balance == "none" and self.balance_window > 1:
+            raise ValueError(
+                f"balance_window is {self.balance_window} but balance is 'none': choose 'micro_step' or 'step'."
+            )
+
+    @property
+    def group_steps(self) -> int:
+        """Micro-steps among which batches are dealt."""
+        return self.accumulate * self.balance_window
+
+    @property
+    def group(self) -> int:
+        """Global batches that are dealt together."""
+        return self.num_replicas * self.group_steps
+
+    def micro_steps(self, num_batches: int) -> int:
+        """Micro-steps that so many global batches give."""
+        whole, rest = divmod(num_batches, self.num_replicas)
+        return whole + (rest > 0 and self.tail != "drop")
+
+    def remaining(self, order: Order, place: Place) -> int:
+        """Micro-steps of the epoch from `place` on."""
+        return self.micro_steps(len(order) - place.batches) - place.micro_steps
+
+    def has_more(self, order: Order, place: Place) -> bool:
+        """Whether a micro-step begins at `place`; plans no further than its batches."""
+        first = place.batches + place.micro_steps * self.num_replicas
+        return order.has(first + self.num_replicas - 1 if self.tail == "drop" else first)
+
+    def after(self, order: Order, place: Place, steps: int = 1) -> Place:
+        """Where a run resumes `steps` micro-steps after `place`: behind the last one the next epoch begins."""
+        if self.balance == "none":  # any micro-step is a place in the global order
+            moved = Place(place.epoch, place.batches + steps * self.num_replicas)
+        else:
+            groups, micro_steps = divmod(place.micro_steps + steps, self.group_steps)
+            moved = Place(place.epoch, place.batches + groups * self.group, micro_steps)
+        return moved if self.has_more(order, moved) else Place(place.epoch + 1)
+
+    def read(self, order: Order, place: Place) -> Iterator[BatchIndices]:
+        """This rank's batches of the epoch from `place` on, each with its mark."""
+        self.check_tail(order, place.batches)
+        start, step = place.batches, place.micro_steps
+        while count := count_batches(order, start, self.group):
+            dealt, left = self._deal_group(order, start, count)
+            start += count
+            for batch in self._share(order, dealt, left, step):
+                batch.after = place = self.after(order, place)
+                if batch.ends_epoch:
+                    batch.left_out = self._left_out(order, left, start)
+                yield batch
+            step = 0
+
+    def check_tail(self, order: Order, start: int = 0) -> None:
+        """Refuse, under "error", batches from `start` on that do not fill a last micro-step."""
+        if self.tail == "error" and (left := (len(order) - start) % self.num_replicas):
+            raise ValueError(
+                f"{len(order) - start} batches cannot be dealt to {self.num_replicas} ranks evenly: {left} are left over, "
+                "and tail is 'error'. Use tail='split', 'pad' or 'drop', or a number of ranks that divides them."
+            )
+
+    def check_not_empty(self, order: Order) -> None:
+        """Refuse to deal nothing: a rank without a batch would train zero steps, and look as if all went well."""
+        self.check_tail(order)
+        if self.has_more(order, Place(order.epoch)):
+            return
+        if not len(order):
+            raise ValueError(f"{order}: there is nothing to train on. Check the data set and the batch size.")
+        raise ValueError(
+            f"{order}: too few to give {self.num_replicas} ranks (accumulate={self.accumulate}) a batch each with "
+            f"tail={self.tail!r}, so every rank would train zero steps. Use at most {len(order)} ranks, a smaller capacity or "
+            "batch, or tail='split'."
+        )
+
+    def _deal_group(self, order: Order, start: int, count: int) -> tuple[NDArray[np.int64], list[int]]:
+        """Batches of each micro-step and rank of the group that begins at `start`, and those that fill none."""
+        if self.balance == "none":
+            whole = count // self.num_replicas * self.num_replicas
+            dealt = np.arange(start, start + whole).reshape(-1, self.num_replicas)
+            return dealt, list(range(start + whole, start + count))
+        costs = order.costs(start, start + count, self.hidden_size)
+        options = {"accumulate": self.accumulate, "window": self.balance_window}
+        dealt = start + deal(costs, self.num_replicas, self.balance, **options)
+        used = set(dealt.ravel().tolist())
+        return dealt, [i for i in range(start, start + count) if i not in used]
+
+    def _share(
+        self, order: Order, dealt: NDArray[np.int64], left: list[int], first_step: int
+    ) -> Iterator[BatchIndices]:
+        """This rank's batches of a group from `first_step` on."""
+        for step in range(first_step, len(dealt)):
+            yield order.batch(int(dealt[step, self.rank]))
+        if left and self.tail != "drop":
+            yield self._last(order, [order.batch(i) for i in left])
+
+    def _last(self, order: Order, left: list[BatchIndices]) -> BatchIndices:
+        """This rank's share of batches that do not fill a micro-step."""
+        if self.tail == "split":
+            return redeal(left, self.num_replicas, order.length_of)[self.rank]
+        if self.rank < len(left):
+            return left[self.rank]
+        return order.early(self.rank - len(left)).as_repeat()
+
+    def _left_out(self, order: Order, left: list[int], stop: int) -> LeftOut:
+        """What the epoch leaves out: of `left` and the batches from `stop` on, and by `drop_last`."""
+        found = [order.left_out]
+        if self.tail == "drop":
+            found += [order.size_of(order.batch(i)) for i in [*left, *range(stop, len(order))]]
+        return LeftOut(sum(size.sequences for size in found), sum(size.tokens for size in found))
+
+
+def redeal(
+    batches: Sequence[BatchIndices], num_replicas: int, length_of: Callable[[int], int]
+) -> list[BatchIndices]:
+    """Split fewer batches than ranks so that every rank gets some of their sequences.
+
+    The heaviest part is halved until there are enough; a part is a subset of one batch, so capacity is kept. With fewer
+    sequences than ranks the last ranks repeat the first ones' parts, marked as repeats.
+
+    Args:
+        batches: the batches of the last micro-step, 1..num_replicas.
+        length_of: tokens of a row.
+
+    Returns:
+        One batch a rank.
+    """
+    parts = [batch.bins for batch in batches]
+    heap = [(-_tokens(part, length_of), i) for i, part in enumerate(parts) if _num_rows(part) > 1]
+    heapq.heapify(heap)
+    while len(parts) < num_replicas and heap:
+        i = heapq.heappop(heap)[1]
+        parts[i], half = _halve(parts[i], length_of)
+        parts.append(half)
+        for j in (i, len(parts) - 1):
+            if _num_rows(parts[j]) > 1:
+                heapq.heappush(heap, (-_tokens(parts[j], length_of), j))
+    capacity = batches[0].bin_capacity
+    dealt = [BatchIndices.of_bins(part, bin_capacity=capacity) for part in parts]
+    return dealt + [dealt[k % len(dealt)].as_repeat() for k in range(num_replicas - len(dealt))]
+
+
+def _halve(part: list[list[int]], length_of: Callable[[int], int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Two halves of a part: whole bins where it has several, else the sequences of its bin."""
+    if len(part) > 1:
+        return _two_sums(part, lambda content: sum(map(length_of, content)))
+    first, second = _two_sums(part[0], length_of)
+    return [first], [second]
+
+
+def _two_sums(items: list[_Item], weight: Callable[[_Item], int]) -> tuple[list[_Item], list[_Item]]:
+    """Deal items, longest first, to the lighter of two sides, and keep their order inside each."""
+    side = [0] * len(items)
+    sums = [0, 0]
+    counts = [0, 0]
+    for i in sorted(range(len(items)), key=lambda i: -weight(items[i])):
+        lighter = min((0, 1), key=lambda s: (sums[s], counts[s]))
+        side[i] = lighter
+        sums[lighter] += weight(items[i])
+        counts[lighter] += 1
+    return [x for x, s in zip(items, side, strict=True) if s == 0], [
+        x for x, s in zip(items, side, strict=True) if s == 1
+    ]
+
+
+def _tokens(part: list[list[int]], length_of: Callable[[int], int]) -> int:
+    return sum(length_of(row) for content in part for row in content)
+
+
+def _num_rows(part: list[list[int]]) -> int:
+    return sum(map(len, part))
