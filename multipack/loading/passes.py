@@ -6,6 +6,7 @@ The one rule: everything that follows the consumer (its cursor, statistics, what
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -78,6 +79,8 @@ class Source(Protocol):
 
     def __next__(self) -> Made: ...
     def close(self) -> None: ...
+    def dropped(self) -> None:
+        """The iterator over it was garbage; called by its finalizer."""
 
 
 class ThreadPass:
@@ -108,6 +111,9 @@ class ThreadPass:
         """End the threads, and wait for them up to a second."""
         self._made.close()
 
+    def dropped(self) -> None:
+        """Nothing: the threads have a finalizer of their own, which does not wait."""
+
 
 class LoaderIterator(Iterator[Any]):
     """The iterator of a DataLoader. Dropping or closing it ends its threads; the cursor counts what it yielded.
@@ -133,7 +139,7 @@ class LoaderIterator(Iterator[Any]):
     ) -> None:
         self._feed = feed
         self._open_source = open_source
-        self._source = open_source()
+        self._source = self._open()
         self._stats = stats
         self._copier = copier
         self._listener = listener
@@ -147,7 +153,7 @@ class LoaderIterator(Iterator[Any]):
         if self._feed.cursor.was_interrupted(self._source.number):
             self._source.close()
             self._ahead = None
-            self._source = self._open_source()
+            self._source = self._open()
         queue_length, busy = self._source.ready, self._source.busy_seconds
         asked_at = perf_counter()
         try:
@@ -181,6 +187,11 @@ class LoaderIterator(Iterator[Any]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _open(self) -> Source:
+        source = self._open_source()
+        weakref.finalize(self, source.dropped).atexit = False
+        return source
 
     def _take(self) -> tuple[Made, bool]:
         """The next batch, and for accelerate whether it is the last: of a stream only the lack of another tells."""

@@ -114,10 +114,13 @@ class TorchPass:
 
     def close(self) -> None:
         """End worker processes that do not persist."""
-        # torch ends its workers when its iterator dies, but the traceback of a worker's error keeps that alive, and a garbage
-        # collection then waits 5 s for workers whose queues it has closed before.
         if self._is_parallel and not self._keeps_workers:
             self._batches._shutdown_workers()  # type: ignore[attr-defined]  # torch's iterator
+
+    def dropped(self) -> None:
+        """End the workers: an error's traceback may have kept the iterator alive until a garbage collection, which torch would not
+        survive quickly. It waits 5 s for each worker whose queue was collected before it."""
+        self.close()
 
     def _stream_mark(self, feed: StreamFeed) -> Any:
         if self._is_parallel:
