@@ -47,7 +47,7 @@ def step_of(stage: int, *micro_batches: list[float]) -> list[float]:
     schedule = LambdaLR(engine.optimizer, lambda _: 1.0)
     reported: list[StepMetrics] = []
     stepper = loop.Stepper(engine, schedule, first_step=0, report=reported.append, stop=StopOnSigterm())
-    counts = dict.fromkeys(("num_sequences", "num_tokens", "num_slots", "num_bin_slots"), 1)
+    counts = dict.fromkeys(("num_sequences", "num_tokens", "num_slots", "num_bins", "bin_capacity"), 1)
     batches = [
         {"losses": torch.tensor(losses), "num_target_tokens": len(losses)} | counts
         for losses in micro_batches
