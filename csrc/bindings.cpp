@@ -90,16 +90,16 @@ void def_stream_pool(nb::module_& module) {
                 if (length < 1 || length > pool.capacity())
                     throw std::invalid_argument("length outside 1..capacity");
                 if (pool.full()) throw std::invalid_argument("the pool is full");
-                pool.push(id, length);
+                pool.push(id, {&length, 1});
             },
             "id"_a, "length"_a)
         .def(
             "fill",
             [](StreamPool& pool, bool longest_first) {
                 if (pool.size() == 0) throw std::invalid_argument("the pool is empty");
-                std::vector<int64_t> ids;
-                pool.fill(longest_first ? StreamPool::Lead::kLongest : StreamPool::Lead::kOldest, ids);
-                return ids;
+                const auto lead = longest_first ? StreamPool::Lead::kLongest : StreamPool::Lead::kOldest;
+                const std::span<const int64_t> ids = pool.fill(lead).ids;
+                return std::vector<int64_t>(ids.begin(), ids.end());
             },
             "longest_first"_a)
         .def("state", &StreamPool::state)

@@ -4,7 +4,7 @@
 #include <numeric>
 #include <vector>
 
-#include "length_set.h"
+#include "integer_set.h"
 #include "random.h"
 #include "stream.h"
 
@@ -22,7 +22,7 @@ struct Group {
 /// Best-fit decreasing over groups; returns the number of bins and leaves the final groups in `groups`.
 int64_t best_fit_groups(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences,
                         std::vector<Group>& groups) {
-    LengthSet remainders(capacity);
+    IntegerSet remainders(capacity);
     std::vector<int32_t> head(capacity + 1, -1);
     int64_t bins = 0;
     for (int32_t length = capacity; length > 0; --length) {

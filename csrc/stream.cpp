@@ -17,95 +17,125 @@ constexpr int64_t kMaxAgeInPools = 6;      // arrivals after which a waiting seq
 constexpr int64_t kWordsPerBin = 16;
 constexpr int64_t kMaxSavedWords = 16384;
 
+/// Slots of a pool: the more, the seldomer the holes are closed; a large pool closes them after as many
+/// sequences as it holds.
+int32_t num_slots(int32_t pool_size) {
+    constexpr int64_t kMostHoles = 1 << 16;
+    const int64_t holes = std::max<int64_t>(pool_size, std::min(7 * int64_t{pool_size}, kMostHoles));
+    return static_cast<int32_t>(pool_size + holes);
+}
+
 }  // namespace
 
 StreamPool::StreamPool(int32_t capacity, int32_t pool_size, int64_t max_sequences, uint64_t seed)
     : capacity_(capacity),
       pool_size_(pool_size),
       half_(capacity / 2),
+      four_bins_(4 * int64_t{capacity}),
       max_sequences_(max_sequences),
+      ids_(num_slots(pool_size)),
+      arrived_at_(ids_.size()),
+      lengths_(ids_.size()),
+      waiting_(static_cast<int32_t>(ids_.size())),
+      large_((ids_.size() >> 6) + 1),
+      newer_same_(ids_.size() + capacity + 1, -1),
+      tails_(capacity + 1),
       present_(capacity),
       mirrored_((capacity >> 6) + 3),
-      buckets_(capacity + 1),
-      slots_(pool_size + 1),
-      free_(pool_size),
+      taken_(pool_size),
       random_(seed) {
-    // The last slot is the sentinel that closes both age lists into rings.
-    Slot& end = slots_[pool_size];
-    end.older = end.newer = end.older_large = end.newer_large = pool_size;
-    for (int32_t i = 0; i < pool_size; ++i) free_[i] = pool_size - 1 - i;
+    std::iota(tails_.begin(), tails_.end(), static_cast<int32_t>(home(0)));
 }
 
-void StreamPool::mark(int32_t length) {
+inline int64_t StreamPool::score_of_large(int32_t length) const {
+    return -int64_t{length > half_} & (four_bins_ - length);
+}
+
+void StreamPool::push(int64_t first_id, std::span<const int32_t> lengths) {
+    const int32_t count = static_cast<int32_t>(lengths.size());
+    if (end_ + count > static_cast<int32_t>(ids_.size())) close_holes();
+    int64_t tokens = 0, score = 0;
+    for (int32_t i = 0; i < count; ++i) {
+        const int32_t slot = end_ + i, length = lengths[i];
+        ids_[slot] = first_id + i;
+        arrived_at_[slot] = arrivals_ + i;
+        lengths_[slot] = length;
+        enqueue(slot, length);
+        tokens += length;
+        score += score_of_large(length);
+    }
+    tokens_ += tokens;
+    score_of_large_ += score;
+    waiting_.insert_range(end_, end_ + count);
+    end_ += count;
+    size_ += count;
+    arrivals_ += count;
+}
+
+/// Put a slot at the end of the queue of its length.
+inline void StreamPool::enqueue(int32_t slot, int32_t length) {
     const int32_t mirror = capacity_ - length;
+    newer_same_[slot] = -1;
+    newer_same_[tails_[length]] = slot;
+    tails_[length] = slot;
     present_.insert(length);
     mirrored_[mirror >> 6] |= 1ULL << (mirror & 63);
 }
 
-void StreamPool::unmark(int32_t length) {
+/// Move the waiting sequences to the first slots.
+void StreamPool::close_holes() {
+    int32_t next = 0;
+    waiting_.visit([&](int32_t slot) {
+        const int32_t length = lengths_[slot];
+        newer_same_[home(length)] = -1;
+        tails_[length] = static_cast<int32_t>(home(length));
+        ids_[next] = ids_[slot];
+        arrived_at_[next] = arrived_at_[slot];
+        lengths_[next++] = length;
+        return true;
+    });
+    waiting_.clear();
+    std::fill(large_.begin(), large_.end(), 0);
+    large_end_ = first_large_word_ = 0;
+    for (int32_t slot = 0; slot < next; ++slot) enqueue(slot, lengths_[slot]);
+    waiting_.insert_range(0, next);
+    end_ = next;
+}
+
+/// Take the oldest sequence of a length that is present into the bin; fill() counts it.
+inline void StreamPool::take(int32_t length) {
+    int32_t& oldest = newer_same_[home(length)];
+    const int32_t slot = oldest, mirror = capacity_ - length;
+    oldest = newer_same_[slot];
+    const bool last = oldest < 0;
+    tails_[length] ^= -int32_t{last} & (tails_[length] ^ static_cast<int32_t>(home(length)));
+    present_.erase_if(length, last);
+    mirrored_[mirror >> 6] &= ~(uint64_t{last} << (mirror & 63));
+    waiting_.erase(slot);
+    taken_[num_taken_++] = ids_[slot];
+    score_of_large_ -= score_of_large(length);
+}
+
+bool StreamPool::has_at_least(int32_t length, int times) const {
+    int32_t slot = head(length);
+    while (slot >= 0 && --times > 0) slot = newer_same_[slot];
+    return slot >= 0;
+}
+
+/// Hide a length from exact_pair or, called again, show it.
+void StreamPool::hide_if(int32_t length, bool really) {
     const int32_t mirror = capacity_ - length;
-    present_.erase(length);
-    mirrored_[mirror >> 6] &= ~(1ULL << (mirror & 63));
-}
-
-void StreamPool::push(int64_t id, int32_t length) {
-    const int32_t end = pool_size_;
-    const int32_t slot = free_[pool_size_ - ++size_];
-    Slot& s = slots_[slot];
-    s.id = id;
-    s.arrival = arrivals_++;
-    s.length = length;
-    s.older = slots_[end].older;
-    s.newer = end;
-    slots_[s.older].newer = slot;
-    slots_[end].older = slot;
-    s.newer_same = -1;
-    Bucket& bucket = buckets_[length];
-    if (bucket.count++ == 0) {
-        bucket.head = slot;
-        mark(length);
-    } else {
-        slots_[bucket.tail].newer_same = slot;
-    }
-    bucket.tail = slot;
-    if (length > half_) {
-        s.older_large = slots_[end].older_large;
-        s.newer_large = end;
-        slots_[s.older_large].newer_large = slot;
-        slots_[end].older_large = slot;
-        large_gap_ += capacity_ - length;
-    } else {
-        small_tokens_ += length;
-    }
-    tokens_ += length;
-}
-
-/// Remove a slot, which is always the oldest of its length.
-void StreamPool::take(int32_t slot, std::vector<int64_t>& ids) {
-    Slot& s = slots_[slot];
-    slots_[s.older].newer = s.newer;
-    slots_[s.newer].older = s.older;
-    Bucket& bucket = buckets_[s.length];
-    bucket.head = s.newer_same;
-    if (--bucket.count == 0) unmark(s.length);
-    if (s.length > half_) {
-        slots_[s.older_large].newer_large = s.newer_large;
-        slots_[s.newer_large].older_large = s.older_large;
-        large_gap_ -= capacity_ - s.length;
-    } else {
-        small_tokens_ -= s.length;
-    }
-    tokens_ -= s.length;
-    ids.push_back(s.id);
-    free_[pool_size_ - size_--] = slot;
+    present_.flip(length >> 6, uint64_t{really} << (length & 63));
+    mirrored_[mirror >> 6] ^= uint64_t{really} << (mirror & 63);
 }
 
 /// The smaller of two lengths present that add up to `target`, or -1. The search starts at word `first_word`
 /// of the bitmap and wraps around; words without a length cost budget as well, although they are passed over.
-int32_t StreamPool::exact_pair(int32_t target, int32_t first_word) {
+/// One sequence of length `hidden`, if not 0, does not count.
+int32_t StreamPool::exact_pair(int32_t target, int32_t first_word, int32_t hidden) {
     const int32_t num_words = (target >> 7) + 1;
-    int32_t first = exact_pair_in(target, first_word, num_words);
-    if (first < 0) first = exact_pair_in(target, 0, first_word);
+    int32_t first = exact_pair_in(target, first_word, num_words, hidden);
+    if (first < 0 && first_word > 0) first = exact_pair_in(target, 0, first_word, hidden);
     const int32_t word = first >> 6;
     search_budget_ -= first < 0 ? num_words : word - first_word + (word < first_word ? num_words : 0) + 1;
     return first;
@@ -113,46 +143,50 @@ int32_t StreamPool::exact_pair(int32_t target, int32_t first_word) {
 
 /// The same in words `from` up to `to`: bit a of `present` and of the mirrored map shifted by capacity -
 /// target, 64 candidates a step.
-int32_t StreamPool::exact_pair_in(int32_t target, int32_t from, int32_t to) const {
-    const int32_t middle = target >> 1;
-    const int32_t shift = capacity_ - target, shift_words = shift >> 6, shift_bits = shift & 63;
-    for (int32_t word = present_.next_word(from); 0 <= word && word < to;
-         word = present_.next_word(word + 1)) {
-        uint64_t partner = mirrored_[word + shift_words] >> shift_bits;
-        if (shift_bits) partner |= mirrored_[word + shift_words + 1] << (64 - shift_bits);
-        uint64_t match = present_.word(word) & partner;
-        if (word == middle >> 6) {
-            const int32_t last = middle & 63;
-            if (last < 63) match &= (2ULL << last) - 1;
-            if (!(target & 1) && buckets_[middle].count < 2) match &= ~(1ULL << last);
-        }
-        if (match) return (word << 6) + std::countr_zero(match);
-    }
-    return -1;
+int32_t StreamPool::exact_pair_in(int32_t target, int32_t from, int32_t to, int32_t hidden) const {
+    const int32_t middle = target >> 1, last = middle & 63;
+    const int32_t shift = capacity_ - target, shift_bits = shift & 63;
+    const uint64_t* partners = mirrored_.data() + (shift >> 6);
+    uint64_t match = 0;
+    const int32_t word = present_.find_word(from, to, [&](int32_t w) {
+        // The second shift in two steps, since 64 places at once are not defined.
+        match = present_.word(w) & (partners[w] >> shift_bits | partners[w + 1] << 1 << (63 - shift_bits));
+        if (match == 0 || w != middle >> 6) return match != 0;
+        if (last < 63) match &= (2ULL << last) - 1;
+        const int least = middle == hidden ? 3 : 2;
+        if (!(target & 1) && match >> last != 0 && !has_at_least(middle, least)) match ^= 1ULL << last;
+        return match != 0;
+    });
+    return word < 0 ? -1 : (word << 6) + std::countr_zero(match);
 }
 
 /// Close `rest` exactly with one of the oldest sequences and a single or pair beside it.
-bool StreamPool::close_with_triple(int32_t rest, std::vector<int64_t>& ids) {
+bool StreamPool::close_with_triple(int32_t rest) {
     int tried = 0, seen = 0;
-    for (int32_t slot = slots_[pool_size_].newer; slot != pool_size_; slot = slots_[slot].newer) {
+    bool closed = false;
+    waiting_.visit([&](int32_t slot) {
         if (tried == kTripleCandidates || ++seen > kTripleLookahead || --search_budget_ <= 0) return false;
-        const int32_t first = slots_[slot].length;
-        if (first >= rest) continue;
+        const int32_t first = lengths_[slot];
+        if (first >= rest) return true;
         ++tried;
         const int32_t others = rest - first;
-        // The candidate must not be its own partner, so it leaves the maps during the search.
-        Bucket& bucket = buckets_[first];
-        if (--bucket.count == 0) unmark(first);
-        const bool single = present(others);
-        const int32_t second = single ? others : exact_pair(others, 0);
-        if (bucket.count++ == 0) mark(first);
-        if (second < 0) continue;
-        take_length(first, ids);
-        take_length(second, ids);
-        if (!single) take_length(others - second, ids);
-        return true;
-    }
-    return false;
+        // The candidate must not be its own partner.
+        const bool single = present(others) && (others != first || has_at_least(first, 2));
+        int32_t second = others;
+        if (!single) {
+            const bool alone = !has_at_least(first, 2);
+            hide_if(first, alone);
+            second = exact_pair(others, 0, first);
+            hide_if(first, alone);
+        }
+        if (second < 0) return true;
+        take(first);
+        take(second);
+        if (!single) take(others - second);
+        closed = true;
+        return false;
+    });
+    return closed;
 }
 
 /// The largest pair that fits and beats `single`; -1 if none is near.
@@ -165,72 +199,74 @@ int32_t StreamPool::nearest_pair(int32_t rest, int32_t single, int32_t* total) {
     return -1;
 }
 
-/// True when the sequences longer than half a bin leave gaps for nearly all shorter ones: then every short
-/// one is needed as a filler and bins are led by long ones.
-bool StreamPool::large_need_all_small() const { return 4 * large_gap_ > 3 * small_tokens_; }
+/// The oldest slot longer than half a bin; there must be one.
+int32_t StreamPool::oldest_large() {
+    for (; large_end_ < end_; ++large_end_)
+        large_[large_end_ >> 6] |= uint64_t{lengths_[large_end_] > half_} << (large_end_ & 63);
+    int32_t& word = first_large_word_;
+    while ((large_[word] & waiting_.word(word)) == 0) ++word;
+    return (word << 6) + std::countr_zero(large_[word] & waiting_.word(word));
+}
 
 /// Take sequences in order of arrival while the rest stays above the mean length; returns the new rest.
-int32_t StreamPool::fill_in_order(int32_t rest, int64_t room, std::vector<int64_t>& ids, int64_t* taken) {
+int32_t StreamPool::fill_in_order(int32_t rest, int64_t room) {
     const int32_t reserve = static_cast<int32_t>((tokens_ + size_ - 1) / size_);  // the mean, rounded up
     int skipped = 0;
-    int32_t slot = slots_[pool_size_].newer;
-    while (slot != pool_size_ && *taken < room && skipped < kOrderLookahead) {
-        const int32_t length = slots_[slot].length;
-        int32_t next = slots_[slot].newer;
-        if (length <= rest && (*taken == 0 || rest - length >= reserve || rest == length)) {
-            const int32_t oldest = buckets_[length].head;  // equal lengths leave in order of arrival
-            if (next == oldest) next = slots_[oldest].newer;
-            take(oldest, ids);
-            ++*taken;
+    waiting_.visit([&](int32_t slot) {
+        const int32_t length = lengths_[slot];
+        if (length <= rest && (num_taken_ == 0 || rest - length >= reserve || rest == length)) {
+            take(length);  // perhaps one before `slot`: equal lengths leave in order of arrival
             rest -= length;
-            if (rest < reserve) break;
-        } else {
-            ++skipped;
-            if (rest < 2 * reserve) break;
+            return rest >= reserve && num_taken_ < room;
         }
-        slot = next;
-    }
+        return ++skipped < kOrderLookahead && rest >= 2 * reserve;
+    });
     return rest;
 }
 
 /// Take the longest that fit while the rest stays above twice the mean length; returns the new rest.
-int32_t StreamPool::fill_longest_first(int32_t rest, int64_t room, std::vector<int64_t>& ids,
-                                       int64_t* taken) {
+int32_t StreamPool::fill_longest_first(int32_t rest, int64_t room) {
     const int64_t reserve = 2 * tokens_ / size_;
-    while (size_ > 0 && *taken < room && (*taken == 0 || rest > reserve)) {
+    while (num_taken_ < room && (num_taken_ == 0 || rest > reserve)) {
         const int32_t length = present_.predecessor(rest);
         if (length <= 0) break;
-        take_length(length, ids);
-        ++*taken;
+        take(length);
         rest -= length;
     }
     return rest;
 }
 
-int32_t StreamPool::fill(Lead lead, std::vector<int64_t>& ids) {
+StreamPool::Bin StreamPool::fill(Lead lead) {
     search_budget_ = std::min(search_budget_ + kWordsPerBin, kMaxSavedWords);
+    num_taken_ = 0;
     int32_t rest = capacity_;
-    int64_t taken = 0;
     // Three places are kept for the closing, so that a limit on sequences does not leave bins open.
     const int64_t room_in_order = std::max<int64_t>(1, max_sequences_ - 3);
-    const Slot& oldest = slots_[slots_[pool_size_].newer];
-    const bool overdue = arrivals_ - oldest.arrival > kMaxAgeInPools * pool_size_;
-    const int32_t oldest_large = slots_[pool_size_].newer_large;
+    const auto overdue = [&] {
+        return arrivals_ - arrived_at_[waiting_.successor(0)] > kMaxAgeInPools * pool_size_;
+    };
     if (lead == Lead::kLongest) {
-        rest = fill_longest_first(rest, room_in_order, ids, &taken);
-    } else if (!overdue && oldest_large != pool_size_ && large_need_all_small()) {
-        const int32_t length = slots_[oldest_large].length;
-        take_length(length, ids);
+        rest = fill_longest_first(rest, room_in_order);
+    } else if (large_need_all_small() && !overdue()) {
+        const int32_t length = lengths_[oldest_large()];
+        take(length);
         rest -= length;
-        taken = 1;
     } else {
-        rest = fill_in_order(rest, room_in_order, ids, &taken);
+        rest = fill_in_order(rest, room_in_order);
     }
-    while (rest > 0 && taken < max_sequences_) {
-        const int64_t room = max_sequences_ - taken;
+    const int32_t tokens = capacity_ - close(rest);
+    size_ -= static_cast<int32_t>(num_taken_);
+    tokens_ -= tokens;
+    return {tokens, std::span(taken_).first(num_taken_)};
+}
+
+/// Fill the rest exactly, or as far as can be; returns what is left of it.
+int32_t StreamPool::close(int32_t rest) {
+    while (rest > 0 && num_taken_ < max_sequences_) {
+        const int64_t room = max_sequences_ - num_taken_;
         if (present(rest)) {
-            take_length(rest, ids);
-            return capacity_;
+            take(rest);
+            return 0;
         }
         const int32_t single = present_.predecessor(rest);
         if (single <= 0) break;
@@ -238,42 +274,41 @@ int32_t StreamPool::fill(Lead lead, std::vector<int64_t>& ids) {
             const int32_t num_words = (rest >> 7) + 1;
             const int32_t first = exact_pair(rest, static_cast<int32_t>(random_.below(num_words)));
             if (first > 0) {
-                take_length(rest - first, ids);
-                take_length(first, ids);
-                return capacity_;
+                take(rest - first);
+                take(first);
+                return 0;
             }
-            if (room >= 3 && close_with_triple(rest, ids)) return capacity_;
+            if (room >= 3 && close_with_triple(rest)) return 0;
             int32_t total = 0;
             const int32_t near = nearest_pair(rest, single, &total);
             if (near > 0) {
-                take_length(total - near, ids);
-                take_length(near, ids);
+                take(total - near);
+                take(near);
                 rest -= total;
-                taken += 2;
                 continue;
             }
         }
-        take_length(single, ids);
+        take(single);
         rest -= single;
-        ++taken;
     }
-    return capacity_ - rest;
+    return rest;
 }
 
 StreamPool::State StreamPool::state() const {
     State state{{}, {}, {}, arrivals_, search_budget_, random_.state()};
-    for (int32_t slot = slots_[pool_size_].newer; slot != pool_size_; slot = slots_[slot].newer) {
-        state.ids.push_back(slots_[slot].id);
-        state.arrivals.push_back(slots_[slot].arrival);
-        state.lengths.push_back(slots_[slot].length);
-    }
+    waiting_.visit([&](int32_t slot) {
+        state.ids.push_back(ids_[slot]);
+        state.arrivals.push_back(arrived_at_[slot]);
+        state.lengths.push_back(lengths_[slot]);
+        return true;
+    });
     return state;
 }
 
 void StreamPool::restore(const State& state) {
     for (size_t i = 0; i < state.ids.size(); ++i) {
         arrivals_ = state.arrivals[i];
-        push(state.ids[i], state.lengths[i]);
+        push(state.ids[i], {&state.lengths[i], 1});
     }
     arrivals_ = state.next_arrival;
     search_budget_ = state.search_budget;
@@ -314,20 +349,18 @@ int64_t stream(std::span<const int32_t> lengths, int32_t capacity, int64_t max_s
     const int64_t min_tokens = static_cast<int64_t>(min_fill * kWindow * capacity);
     const int64_t count = static_cast<int64_t>(lengths.size());
     StreamPool pool(capacity, pool_size, max_sequences, seed);
-    std::vector<int64_t> ids;
     int64_t next = 0, written = 0, bins = 0, tokens = 0;
     auto fill = [&](StreamPool::Lead lead) {
-        ids.clear();
-        tokens += pool.fill(lead, ids);
-        for (int64_t id : ids) indices[written++] = static_cast<int32_t>(id);
+        const StreamPool::Bin bin = pool.fill(lead);
+        tokens += bin.tokens;
+        for (int64_t id : bin.ids) indices[written++] = static_cast<int32_t>(id);
         offsets[++bins] = written;
     };
     offsets[0] = 0;
     while (true) {
-        while (next < count && !pool.full()) {
-            pool.push(next, lengths[next]);
-            ++next;
-        }
+        const int64_t arriving = std::min<int64_t>(pool_size - pool.size(), count - next);
+        pool.push(next, lengths.subspan(next, arriving));
+        next += arriving;
         if (next == count) break;
         fill(StreamPool::Lead::kOldest);
         if (bins % kWindow == 0) {

@@ -38,7 +38,7 @@ bool run_case(const uint8_t* data, size_t size) {
                 fuzz_bins(bytes);
                 break;
             case 5:
-                fuzz_length_set(bytes);
+                fuzz_integer_set(bytes);
                 break;
             case 6:
                 fuzz_state(bytes);

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "checks.h"
-#include "length_set.h"
+#include "integer_set.h"
 #include "packing.h"
 #include "permute.h"
 #include "stream.h"
@@ -115,17 +115,25 @@ void fuzz_bins(Bytes& bytes) {
     check(std::adjacent_find(indices.begin(), indices.end()) == indices.end(), "a shuffled row twice");
 }
 
-void fuzz_length_set(Bytes& bytes) {
+void fuzz_integer_set(Bytes& bytes) {
     const int64_t levels[] = {63, 64, 4095, 4096, 262143, 262144};
     const int32_t largest = static_cast<int32_t>(levels[bytes.between(0, 5)]);
-    LengthSet set(largest);
+    IntegerSet set(largest);
     std::set<int32_t> plain;
     for (int64_t step = bytes.between(0, 120); step > 0; --step) {
         const int32_t i = static_cast<int32_t>(bytes.between(0, bytes.once_in(2) ? 70 : largest));
         const int32_t at = std::min(i, largest);
         if (bytes.once_in(2)) {
-            set.insert(at);
-            plain.insert(at);
+            const int32_t end = std::min(at + static_cast<int32_t>(bytes.between(1, 150)), largest + 1);
+            if (bytes.once_in(4)) {
+                set.insert_range(at, end);
+                for (int32_t member = at; member < end; ++member) plain.insert(member);
+            } else {
+                set.insert(at);
+                plain.insert(at);
+            }
+        } else if (bytes.once_in(9)) {
+            set.erase_if(at, false);  // also where there is no member
         } else if (const int32_t member = set.successor(at); member >= 0) {
             set.erase(member);
             plain.erase(member);
@@ -138,7 +146,17 @@ void fuzz_length_set(Bytes& bytes) {
         check(set.next_word(at >> 6) == (in_word == plain.end() ? -1 : *in_word >> 6),
               "the next word of a set");
         check((set.word(at >> 6) >> (at & 63) & 1) == plain.count(at), "a length of a set");
+        const int32_t word = set.find_word(at >> 6, (largest >> 6) + 1, [](int32_t) { return true; });
+        check(word == set.next_word(at >> 6), "the found word of a set");
     }
+    std::vector<int32_t> visited;
+    set.visit([&](int32_t member) {
+        visited.push_back(member);
+        return true;
+    });
+    check(std::ranges::equal(visited, plain), "members of a set in order");
+    set.clear();
+    check(set.successor(0) < 0, "a cleared set");
 }
 
 /// A pool that goes on from any numbers.
@@ -167,10 +185,10 @@ void fuzz_state(Bytes& bytes) {
     pool.restore(state);
     int64_t taken = 0, pushed = 0;  // bytes that are used up ask for a push each time
     while (pool.size() > 0) {
-        if (bytes.once_in(3) && !pool.full() && pushed < 100) pool.push(-1, 1), ++pushed;
-        std::vector<int64_t> ids;
-        pool.fill(bytes.once_in(2) ? StreamPool::Lead::kLongest : StreamPool::Lead::kOldest, ids);
-        taken += static_cast<int64_t>(ids.size());
+        const int32_t shortest = 1;
+        if (bytes.once_in(3) && !pool.full() && pushed < 100) pool.push(-1, {&shortest, 1}), ++pushed;
+        const auto lead = bytes.once_in(2) ? StreamPool::Lead::kLongest : StreamPool::Lead::kOldest;
+        taken += static_cast<int64_t>(pool.fill(lead).ids.size());
     }
     check(taken == size + pushed, "sequences of a restored pool");
 }
@@ -185,15 +203,14 @@ void fuzz_pool(Bytes& bytes) {
     for (int64_t step = bytes.between(0, 120); step > 0; --step) {
         if (!pool.full() && !bytes.once_in(4)) {
             lengths.push_back(bytes.between(1, capacity));
-            pool.push(static_cast<int64_t>(lengths.size()) - 1, static_cast<int32_t>(lengths.back()));
+            const int32_t length = static_cast<int32_t>(lengths.back());
+            pool.push(static_cast<int64_t>(lengths.size()) - 1, {&length, 1});
         } else if (pool.size() > 0) {
             StreamPool twin(capacity, pool_size, limit, 0);
             twin.restore(pool.state());
             const auto lead = bytes.once_in(2) ? StreamPool::Lead::kLongest : StreamPool::Lead::kOldest;
-            std::vector<int64_t> ids, other;
-            const int32_t used = pool.fill(lead, ids);
-            twin.fill(lead, other);
-            check(ids == other, "a restored pool fills the same bin");
+            const auto [used, ids] = pool.fill(lead);
+            check(std::ranges::equal(ids, twin.fill(lead).ids), "a restored pool fills the same bin");
             int64_t sum = 0;
             for (int64_t id : ids) sum += lengths[id];
             check(!ids.empty() && sum == used && used <= capacity, "tokens of a bin of the pool");

@@ -57,6 +57,6 @@ void fuzz_pool(Bytes& bytes);
 void fuzz_permutation(Bytes& bytes);
 void fuzz_numbers(Bytes& bytes);
 void fuzz_bins(Bytes& bytes);
-void fuzz_length_set(Bytes& bytes);
+void fuzz_integer_set(Bytes& bytes);
 void fuzz_state(Bytes& bytes);
 void fuzz_gather(Bytes& bytes);
