@@ -11,10 +11,12 @@
 #include <string>
 #include <utility>
 
+#include "bounds.h"
 #include "checks.h"
 #include "gather.h"
 #include "packing.h"
 #include "permute.h"
+#include "search.h"
 #include "stream.h"
 
 namespace nb = nanobind;
@@ -127,6 +129,7 @@ void def_packing(nb::module_& module) {
                    return stream(lengths, capacity, limit, seed, pool_size, 0.0, offsets, indices);
                });
     def_packer(module, "pack_auto", pack_auto);
+    def_packer(module, "pack_fewest", pack_fewest);
     def_counts(module, "best_fit_decreasing_bins", best_fit_decreasing_bins);
     def_counts(module, "lower_bound", lower_bound);
     module.attr("MAX_CAPACITY") = kMaxCapacity;

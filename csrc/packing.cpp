@@ -4,6 +4,7 @@
 #include <numeric>
 #include <vector>
 
+#include "bounds.h"
 #include "integer_set.h"
 #include "random.h"
 #include "stream.h"
@@ -120,32 +121,6 @@ void histogram(std::span<const int32_t> lengths, std::span<int64_t> counts) {
         counts[l] += int64_t{tables[l]} + tables[size + l] + tables[2 * size + l];
 }
 
-int64_t lower_bound(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences) {
-    const int32_t half = capacity / 2;
-    int64_t count = 0, tokens = 0, large = 0, large_gap = 0;  // large: longer than half a bin
-    for (int32_t l = 1; l <= capacity; ++l) {
-        count += counts[l];
-        tokens += counts[l] * l;
-        if (l > half) {
-            large += counts[l];
-            large_gap += counts[l] * (capacity - l);
-        }
-    }
-    auto ceil_divide = [](int64_t a, int64_t b) { return a / b + (a % b != 0); };
-    int64_t bound = std::max(ceil_divide(tokens, capacity), ceil_divide(count, max_sequences));
-    // L2: sequences shorter than `shortest` are ignored; those longer than capacity - shortest stand alone,
-    // so their gaps are worth nothing; the small ones must go into the gaps of the others or into bins of
-    // their own.
-    int64_t small_tokens = 0, gap = large_gap;
-    for (int32_t l = 1; l <= half; ++l) small_tokens += counts[l] * l;
-    for (int32_t shortest = 1; shortest <= half; ++shortest) {
-        gap -= counts[capacity - shortest + 1] * (shortest - 1);
-        bound = std::max(bound, large + (small_tokens > gap ? ceil_divide(small_tokens - gap, capacity) : 0));
-        small_tokens -= counts[shortest] * shortest;
-    }
-    return std::max(bound, large);
-}
-
 int64_t next_fit(std::span<const int32_t> lengths, int32_t capacity, int64_t max_sequences,
                  std::span<int64_t> offsets, std::span<int32_t> indices) {
     int64_t bins = 0, start = 0, used = 0;
@@ -192,7 +167,7 @@ int64_t pack_auto(std::span<const int32_t> lengths, int32_t capacity, int64_t ma
     histogram(lengths, counts);
     int64_t tokens = 0;
     for (int32_t l = 1; l <= capacity; ++l) tokens += counts[l] * l;
-    const int64_t bound = lower_bound(counts, capacity, max_sequences);
+    const int64_t bound = quick_lower_bound(counts, capacity, max_sequences);
     const int64_t sorted_bins = best_fit_decreasing_bins(counts, capacity, max_sequences);
     const double sorted_fill =
         static_cast<double>(tokens) / (static_cast<double>(std::max<int64_t>(sorted_bins, 1)) * capacity);

@@ -28,10 +28,6 @@ int64_t best_fit_decreasing(std::span<const int32_t> lengths, int32_t capacity, 
 /// capacity + 1.
 int64_t best_fit_decreasing_bins(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences);
 
-/// The larger of ceil(sum / capacity), ceil(count / max_sequences) and the bound L2 of Martello and Toth
-/// (1990).
-int64_t lower_bound(std::span<const int64_t> counts, int32_t capacity, int64_t max_sequences);
-
 /// counts[l] = number of sequences of length l; counts.size() = capacity + 1.
 void histogram(std::span<const int32_t> lengths, std::span<int64_t> counts);
 

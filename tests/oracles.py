@@ -51,6 +51,26 @@ def martello_toth_bound(lengths: Sequence[int], capacity: int) -> int:
     return best
 
 
+def dual_feasible_bound(lengths: Sequence[int], capacity: int) -> int:
+    """The best bound of two families of functions, written down as in the survey of Clautiaux, Alves and Valerio de
+    Carvalho (2010): f_CCM,1 and f_BJ,1, of every whole parameter up to half the capacity."""
+    best = 0
+    for unit in range(1, capacity // 2 + 1):
+        fit, rest = capacity // unit, capacity % unit
+
+        def counting(x: int, unit: int = unit, fit: int = fit) -> int:
+            if 2 * x > capacity:
+                return 2 * fit - 2 * ((capacity - x) // unit)
+            return fit if 2 * x == capacity else 2 * (x // unit)
+
+        def rounding(x: int, unit: int = unit, rest: int = rest) -> int:
+            return x // unit * (unit - rest) + max(0, x % unit - rest)
+
+        for weight in counting, rounding:
+            best = max(best, -(-sum(map(weight, lengths)) // weight(capacity)))
+    return best
+
+
 def gathered(
     rows: list[list[Any]],
     ids: list[int],

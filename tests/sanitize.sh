@@ -19,7 +19,7 @@ python=${PYTHON:-python}
 build=${BUILD:-build/sanitize}
 seed=${SEED:-$(date +%j)} # another one every day, said below so that a fault can be found again
 log=$build/log
-kernels="checks packing permute stream gather"
+kernels="bounds checks packing permute search stream gather"
 
 nanobind=$($python -c 'import nanobind; print(nanobind.include_dir())')
 includes="-Icsrc -I$nanobind -I$nanobind/../ext/robin_map/include"

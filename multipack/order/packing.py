@@ -24,7 +24,7 @@ _NO_LIMIT = int(np.iinfo(np.int64).max)
 Packer: TypeAlias = Callable[[NDArray[np.int32], int], tuple[ArrayLike, ArrayLike]]
 """A packer of the user's own: `(lengths, capacity) -> (offsets, indices)`."""
 
-MethodName: TypeAlias = Literal["auto", "stream", "best_fit_decreasing", "next_fit"]
+MethodName: TypeAlias = Literal["auto", "stream", "best_fit_decreasing", "next_fit", "fewest"]
 PackMethod: TypeAlias = MethodName | Packer
 
 _KERNELS: dict[str, Any] = {
@@ -32,6 +32,7 @@ _KERNELS: dict[str, Any] = {
     "stream": _core.stream,
     "best_fit_decreasing": _core.best_fit_decreasing,
     "next_fit": _core.next_fit,
+    "fewest": _core.pack_fewest,
 }
 
 
@@ -72,8 +73,9 @@ class Packing:
 
     @cached_property
     def lower_bound(self) -> int:
-        """Fewest bins any packing could use: the larger of ceil(tokens / capacity) and the Martello-Toth bound L2
-        (Knapsack Problems, 1990). When `len` equals it, the packing is optimal."""
+        """No packing uses fewer bins: the largest of ceil(tokens / capacity), the Martello-Toth bound L2 (Knapsack
+        Problems, 1990) and bounds by dual feasible functions, which see that a bin of 384 tokens holds three
+        sequences of 100 to 128 but only two of 129 or more. When `len` equals it, the packing is optimal."""
         return lower_bound(self.lengths, self.capacity, self.max_sequences_per_bin)
 
 
@@ -92,7 +94,8 @@ def pack(
         capacity: token slots of a bin, at most 2^24.
         method: "stream" keeps the given order up to a small delay and still fills nearly every bin to the last token;
             "best_fit_decreasing" sorts (Johnson 1973); "next_fit" keeps the order exactly and wastes most;
-            "auto" takes the stream, and sorts where that needs clearly fewer bins. A callable
+            "auto" takes the stream, and sorts where that needs clearly fewer bins; "fewest" starts with what "auto"
+            gives and, for up to 4096 sequences, searches some milliseconds for fewer bins. A callable
             `(lengths, capacity) -> (offsets, indices)` is a packer of your own; its answer is checked.
         seed: breaks ties, such as which of two rows of the same length is taken.
         max_sequences_per_bin: most sequences of a bin.
@@ -131,7 +134,7 @@ def pack(
 
 
 def lower_bound(lengths: ArrayLike, capacity: int, max_sequences_per_bin: int | None = None) -> int:
-    """Fewest bins any packing of `lengths` could use; see `Packing.lower_bound`."""
+    """No packing of `lengths` uses fewer bins than this; see `Packing.lower_bound`."""
     checked = as_lengths(lengths)
     capacity = checked_capacity(capacity)
     check_lengths(checked, capacity)

@@ -84,7 +84,7 @@ class TrainConfig(RunConfig):
     """Bins (or rows, without packing) a rank takes in one micro-step."""
     gradient_accumulation_steps: int = 1
     """Micro-steps of an optimizer step."""
-    pack_method: Literal["auto", "stream", "best_fit_decreasing", "next_fit"] = "auto"
+    pack_method: Literal["auto", "stream", "best_fit_decreasing", "next_fit", "fewest"] = "auto"
     """How rows are grouped into bins; see `multipack.pack`."""
     balance: Literal["none", "micro_step", "step"] = "none"
     """How the bins of a step are dealt to ranks: as they come, by equal cost a micro-step, or by equal cost a step."""

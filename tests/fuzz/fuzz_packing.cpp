@@ -4,10 +4,12 @@
 #include <set>
 #include <vector>
 
+#include "bounds.h"
 #include "checks.h"
 #include "integer_set.h"
 #include "packing.h"
 #include "permute.h"
+#include "search.h"
 #include "stream.h"
 #include "targets.h"
 
@@ -75,6 +77,12 @@ void fuzz_pack(Bytes& bytes) {
         }),
     };
     for (int64_t num_bins : bins) check(num_bins >= bound, "fewer bins than the bound");
+    if (bytes.once_in(16)) {  // milliseconds, where the others take microseconds
+        const int64_t fewest = run([&](auto& offsets, auto& indices) {
+            return pack_fewest(lengths, capacity, limit, seed, offsets, indices);
+        });
+        check(bound <= fewest && fewest <= bins[3], "bins of a search for fewer");
+    }
     check(bins[1] == best_fit_decreasing_bins(counts, capacity, limit), "bins of a histogram");
 }
 

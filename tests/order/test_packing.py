@@ -15,7 +15,20 @@ import multipack
 from multipack import _core, pack
 from multipack.order.packing import lower_bound
 
-METHODS = ["auto", "stream", "best_fit_decreasing", "next_fit"]
+METHODS = ["auto", "stream", "best_fit_decreasing", "next_fit", "fewest"]
+
+# fmt: off
+GSM8K = [
+    111, 111, 115, 144, 121, 158, 159, 131, 138, 146, 148, 139, 116, 143, 152, 152, 138, 125, 158, 157, 156,
+    120, 160, 147, 132, 109, 158, 110, 157, 157, 147, 133, 115, 142, 131, 137, 136, 155, 154, 134, 108, 144,
+    114, 142, 146, 119, 157, 123, 145, 147, 115, 136, 146, 141, 116, 145, 128, 115, 112, 150, 149, 130, 123,
+    119, 152, 106, 137, 144, 154, 158, 138, 141, 154, 160, 132, 144, 123, 126, 151, 156, 147, 134, 129, 134,
+    134, 149, 150, 131, 130, 153, 120, 107, 152, 154, 134, 121, 136, 110, 122, 116, 120, 124, 138, 157, 127,
+    109, 150, 157, 146, 112, 123, 125, 116, 139, 126, 137, 131, 137, 135, 158, 160, 120, 150, 147, 158, 140,
+    135, 117, 156, 115, 160, 135, 159, 128, 158, 136, 144, 144, 149, 107, 149, 155, 122, 160, 157, 139, 153,
+    129, 158, 146, 131, 113, 135, 148, 134, 125, 154, 151, 157, 145,
+]
+# fmt: on
 
 
 def bins_of(packing: multipack.Packing) -> list[list[int]]:
@@ -77,13 +90,65 @@ def test_best_fit_decreasing_fills_like_the_textbook_one(case, limit):
 @given(case=lengths_and_capacity)
 def test_lower_bound_is_that_of_its_definition(case):
     lengths, capacity = case
-    expected = max(-(-sum(lengths) // capacity), oracles.martello_toth_bound(lengths, capacity))
+    expected = max(
+        -(-sum(lengths) // capacity),
+        oracles.martello_toth_bound(lengths, capacity),
+        oracles.dual_feasible_bound(lengths, capacity),
+    )
     assert lower_bound(lengths, capacity) == expected
     assert pack(lengths, capacity).lower_bound == expected
 
 
 def test_lower_bound_counts_sequences_when_their_number_is_limited():
     assert lower_bound([1] * 10, 100, max_sequences_per_bin=3) == 4
+
+
+def test_lower_bound_counts_what_fits_a_bin():
+    # 160 rows of the GSM8K training set (solved problems of 105 to 160 tokens). By tokens alone 58 bins would do, but
+    # no bin holds four of them, and few hold three.
+    assert (len(GSM8K), -(-sum(GSM8K) // 384), oracles.martello_toth_bound(GSM8K, 384)) == (160, 58, 58)
+    assert lower_bound(GSM8K, 384) == 64
+    assert len(pack(GSM8K, 384, method="best_fit_decreasing")) == 66
+
+
+def test_units_of_a_very_large_capacity_are_a_sample_and_still_a_bound():
+    # Three of these fit a bin, four do not: 100 rows need 34 bins; by tokens 26 would do.
+    capacity = 1 << 24
+    assert lower_bound([capacity // 4 + capacity // 100] * 100, capacity) in range(26, 35)
+
+
+def test_a_search_finds_the_optimum_of_a_small_set():
+    packing = pack(GSM8K, 384, method="fewest")
+    assert len(packing) == packing.lower_bound == 64
+    assert int(packing.indices @ np.arange(160)) == 1268540  # the same on every platform
+    assert int(packing.indices @ np.arange(160)) == 1268540  # the same on every platform
+    # Schwerin and Waescher's: a hundred items of 150 to 200, where best-fit decreasing needs one bin too many.
+    solved = by_sorting = 0
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(150, 201, 100).tolist()
+        packing = pack(lengths, 1000, method="fewest")
+        assert_packed(packing, lengths, 1000)
+        solved += len(packing) == packing.lower_bound
+        by_sorting += len(pack(lengths, 1000)) == packing.lower_bound
+    assert by_sorting < 10
+    assert solved >= 18
+
+
+@given(case=lengths_and_capacity, limit=limits, seed=st.integers(0, 100))
+def test_a_search_never_needs_more_bins_and_ends_at_the_bound(case, limit, seed):
+    lengths, capacity = case
+    found, auto = (
+        pack(lengths, capacity, method=method, seed=seed, max_sequences_per_bin=limit)
+        for method in ("fewest", "auto")
+    )
+    assert found.lower_bound <= len(found) <= len(auto)
+    if len(auto) == auto.lower_bound:
+        assert bins_of(found) == bins_of(auto)
+
+
+def test_a_large_set_is_not_searched():
+    lengths = np.random.default_rng(5).integers(150, 201, 4097)
+    assert bins_of(pack(lengths, 1000, method="fewest")) == bins_of(pack(lengths, 1000))
 
 
 @pytest.mark.parametrize("method", ["auto", "stream"])
@@ -162,13 +227,26 @@ def test_plans_are_the_same_on_every_platform():
 
 
 # The sum over all positions of position times row.
-SHORT = {"auto": 30876752, "stream": 41120472, "best_fit_decreasing": 31369927, "next_fit": 41541750}
-SPARSE = {"auto": 31136709, "stream": 41135427, "best_fit_decreasing": 30566906, "next_fit": 41541750}
+SHORT = {
+    "auto": 30876752,
+    "stream": 41120472,
+    "best_fit_decreasing": 31369927,
+    "next_fit": 41541750,
+    "fewest": 30876752,
+}
+SPARSE = {
+    "auto": 31136709,
+    "stream": 41135427,
+    "best_fit_decreasing": 30566906,
+    "next_fit": 41541750,
+    "fewest": 31136709,
+}
 MANY = {
     "auto": 2663625441543,
     "stream": 2663625441543,
     "best_fit_decreasing": 1997930631490,
     "next_fit": 2666466670000,
+    "fewest": 2663625441543,
 }
 
 
@@ -321,7 +399,7 @@ def test_fractions_are_no_numbers_of_anything(name):
 
 def test_unknown_method_and_limit_are_named():
     with pytest.raises(
-        ValueError, match="'first_fit' is none of auto, stream, best_fit_decreasing, next_fit, nor"
+        ValueError, match="'first_fit' is none of auto, stream, best_fit_decreasing, next_fit, fewest, nor"
     ):
         pack([1], 8, method="first_fit")
     with pytest.raises(ValueError, match="max_sequences_per_bin is 0, below 1"):
