@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack import _core
 from multipack.arguments import whole_number
+from multipack.order.groups import Groups, as_groups
 
 MAX_CAPACITY: int = _core.MAX_CAPACITY
 """Largest capacity in tokens: the packers keep tables of that many entries."""
@@ -50,6 +51,8 @@ class Packing:
     """Token slots of a bin."""
     max_sequences_per_bin: int | None = None
     """Most sequences of a bin; None for no limit."""
+    groups: Groups | None = None
+    """Rows that share a bin, if any had to."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -75,8 +78,12 @@ class Packing:
     def lower_bound(self) -> int:
         """No packing uses fewer bins: the largest of ceil(tokens / capacity), the Martello-Toth bound L2 (Knapsack
         Problems, 1990) and bounds by dual feasible functions, which see that a bin of 384 tokens holds three
-        sequences of 100 to 128 but only two of 129 or more. When `len` equals it, the packing is optimal."""
-        return lower_bound(self.lengths, self.capacity, self.max_sequences_per_bin)
+        sequences of 100 to 128 but only two of 129 or more. Groups count as one sequence each. When `len` equals it, the
+        packing is optimal."""
+        if self.groups is None:
+            return lower_bound(self.lengths, self.capacity, self.max_sequences_per_bin)
+        limit = self.groups.limit(self.max_sequences_per_bin)
+        return lower_bound(self.groups.tokens(self.lengths), self.capacity, limit)
 
 
 def pack(
@@ -86,6 +93,7 @@ def pack(
     method: PackMethod = "auto",
     seed: int = 0,
     max_sequences_per_bin: int | None = None,
+    together: Groups | ArrayLike | None = None,
 ) -> Packing:
     """Group sequences into bins of at most `capacity` tokens.
 
@@ -98,16 +106,27 @@ def pack(
             gives and, for up to 4096 sequences, searches some milliseconds for fewer bins. A callable
             `(lengths, capacity) -> (offsets, indices)` is a packer of your own; its answer is checked.
         seed: breaks ties, such as which of two rows of the same length is taken.
-        max_sequences_per_bin: most sequences of a bin.
+        max_sequences_per_bin: most sequences of a bin. With groups it is kept as if each were as large as the largest.
+        together: one key a row, shape [num_sequences]: rows with equal keys share a bin. Groups are packed as sequences of
+            all their tokens.
 
     Returns:
         The bins, in the order in which the method made them.
 
     Raises:
         TypeError: lengths are not whole numbers.
-        ValueError: a length is outside 1..capacity (the message names the first such row and the remedies), or a
-            callable lost, repeated or overfilled something.
+        ValueError: a length, or what a group holds, is outside 1..capacity (the message names the first such row or group
+            and the remedies), or a callable lost, repeated or overfilled something.
     """
+    if together is not None:
+        return _pack_groups(
+            lengths,
+            capacity,
+            as_groups(together),
+            method,
+            seed=seed,
+            max_sequences_per_bin=max_sequences_per_bin,
+        )
     checked = as_lengths(lengths)
     capacity = checked_capacity(capacity)
     check_lengths(checked, capacity)
@@ -131,6 +150,27 @@ def pack(
         num_bins = _KERNELS[method](small, capacity, limit, seed % 2**64, ends, indices)
         offsets = ends[: num_bins + 1].copy()
     return Packing(offsets, indices, small, capacity, max_sequences_per_bin)
+
+
+def _pack_groups(
+    lengths: ArrayLike,
+    capacity: int,
+    groups: Groups,
+    method: PackMethod,
+    *,
+    seed: int,
+    max_sequences_per_bin: int | None,
+) -> Packing:
+    checked = as_lengths(lengths)
+    capacity = checked_capacity(capacity)
+    check_lengths(checked, capacity)
+    tokens = groups.tokens(checked)
+    groups.check_tokens(tokens, capacity)
+    limit = groups.limit(None if max_sequences_per_bin is None else sequence_limit(max_sequences_per_bin))
+    bins = pack(tokens, capacity, method=method, seed=seed, max_sequences_per_bin=limit)
+    offsets, rows = groups.expand(bins.offsets, bins.indices)
+    small = np.array(checked, np.int32)
+    return Packing(offsets, rows.astype(np.int32), small, capacity, max_sequences_per_bin, groups)
 
 
 def lower_bound(lengths: ArrayLike, capacity: int, max_sequences_per_bin: int | None = None) -> int:

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack import _core
 from multipack.arguments import whole_number
+from multipack.order.groups import Groups, as_groups
 from multipack.order.packing import (
     PackMethod,
     as_lengths,
@@ -69,6 +70,8 @@ class EpochPlan:
         window: bins of a window, about; None for 8192.
         shuffle_block: permute blocks of that many neighbours, for data sets on slow disks.
         max_sequences_per_bin: most sequences of a bin.
+        together: one key a row, shape [num_rows]: rows with equal keys share a bin. The order, the windows and the bins are
+            then those of groups, and a group's rows stay beside each other in their order in the source.
 
     Raises:
         TypeError, ValueError: as `pack`; also an epoch below 0, or a window or block below 1.
@@ -86,6 +89,7 @@ class EpochPlan:
         window: int | None = None,
         shuffle_block: int = 1,
         max_sequences_per_bin: int | None = None,
+        together: Groups | ArrayLike | None = None,
     ) -> None:
         self.lengths = as_lengths(lengths)
         self.capacity = checked_capacity(capacity)
@@ -99,6 +103,8 @@ class EpochPlan:
         self.max_sequences_per_bin = (
             None if max_sequences_per_bin is None else sequence_limit(max_sequences_per_bin)
         )
+        self.groups = None if together is None else as_groups(together)
+        self._items, self._max_items = self._packed_items()
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
         self._digest: list[str] = []  # shared by the plans of all epochs
         self._edges = self._cut()
@@ -155,7 +161,7 @@ class EpochPlan:
 
     @property
     def min_bins(self) -> int:
-        """ceil(tokens / capacity): fewest bins possible, known without planning."""
+        """ceil(tokens / capacity): no plan needs fewer bins; known without planning."""
         return -(-self.num_tokens // self.capacity)
 
     def has_bin(self, i: int) -> bool:
@@ -185,7 +191,7 @@ class EpochPlan:
             if isinstance(self.method, str)
             else getattr(self.method, "__qualname__", repr(type(self.method)))
         )
-        return {
+        inputs = {
             "num_sequences": self.num_rows,
             "lengths": self._lengths_digest(),
             "capacity": self.capacity,
@@ -196,6 +202,7 @@ class EpochPlan:
             "shuffle_block": self.shuffle_block,
             "max_sequences_per_bin": self.max_sequences_per_bin,
         }
+        return inputs if self.groups is None else {**inputs, "together": self.groups.digest()}
 
     @property
     def fingerprint(self) -> str:
@@ -211,19 +218,26 @@ class EpochPlan:
             self._digest.append(digest.hexdigest())
         return self._digest[0]
 
+    def _packed_items(self) -> tuple[NDArray[Any], int | None]:
+        """Tokens of what is packed, rows or groups, and how many of these a bin may hold."""
+        if self.groups is None:
+            return self.lengths, self.max_sequences_per_bin
+        tokens = self.groups.tokens(self.lengths)
+        self.groups.check_tokens(tokens, self.capacity)
+        return tokens.astype(np.int32), self.groups.limit(self.max_sequences_per_bin)
+
     def _cut(self) -> list[int]:
-        """Row positions where windows start: windows of nearly equal size, at multiples of the block."""
-        if self.num_rows == 0:
+        """Positions of rows or groups where windows start: windows of nearly equal size, at multiples of the block."""
+        num_items = len(self._items)
+        if num_items == 0:
             return [0]
-        rows_per_window = max(
-            1, round(self.window_bins * self.capacity * self.num_rows / max(self.num_tokens, 1))
+        items_per_window = max(
+            1, round(self.window_bins * self.capacity * num_items / max(self.num_tokens, 1))
         )
-        num_windows = max(1, round(self.num_rows / rows_per_window))
+        num_windows = max(1, round(num_items / items_per_window))
         block = self.shuffle_block
-        edges = {
-            min(self.num_rows, self.num_rows * w // num_windows // block * block) for w in range(num_windows)
-        }
-        return [*sorted(edges), self.num_rows]
+        edges = {min(num_items, num_items * w // num_windows // block * block) for w in range(num_windows)}
+        return [*sorted(edges), num_items]
 
     def _window_of(self, w: int) -> WindowPlan:
         """The plan of window `w`, from the cache or made now. Threads may plan the same window twice, never half."""
@@ -241,26 +255,25 @@ class EpochPlan:
                 self._ends.append(self._ends[w] + len(plan))
         return plan
 
-    def _window_rows(self, w: int) -> NDArray[np.int64]:
+    def _window_items(self, w: int) -> NDArray[np.int64]:
         start, stop = self._edges[w], self._edges[w + 1]
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         rows = np.empty(stop - start, np.int64)
-        _core.permuted_rows(
-            self.num_rows, self.shuffle_block, window_seed(self.seed, self.epoch, 0), start, rows
-        )
+        seed = window_seed(self.seed, self.epoch, 0)
+        _core.permuted_rows(len(self._items), self.shuffle_block, seed, start, rows)
         return rows
 
     def _pack_window(self, w: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-        """Bin ends, row ids and their lengths, in the order of bins of an epoch."""
-        rows = self._window_rows(w)
-        lengths = self.lengths[rows].astype(np.int32, copy=False)
+        """Bin ends, rows or groups, and their tokens, in the order of bins of an epoch."""
+        items = self._window_items(w)
+        tokens = self._items[items].astype(np.int32, copy=False)
         packing = pack(
-            lengths,
+            tokens,
             self.capacity,
             method=self.method,
             seed=window_seed(self.seed, self.epoch, w + 1),
-            max_sequences_per_bin=self.max_sequences_per_bin,
+            max_sequences_per_bin=self._max_items,
         )
         offsets, order = packing.offsets, packing.indices
         if not self.shuffle:
@@ -268,7 +281,7 @@ class EpochPlan:
             offsets, order = _reorder(offsets, order, np.argsort(first, kind="stable"))
         else:  # whatever the method, the place of a bin says nothing about its content
             _core.shuffle_bins(window_seed(self.seed, self.epoch, -w - 1), offsets, order)
-        return offsets, rows[order], lengths[order]
+        return offsets, items[order], tokens[order]
 
     def _count(self, w: int) -> int:
         plan = self._cache.get(w)
@@ -276,6 +289,9 @@ class EpochPlan:
 
     def _plan_window(self, w: int) -> WindowPlan:
         offsets, rows, lengths = self._pack_window(w)
+        if self.groups is not None:
+            offsets, rows = self.groups.expand(offsets, rows)
+            lengths = self.lengths[rows]
         wide = lengths.astype(np.int64)
         tokens = np.add.reduceat(wide, offsets[:-1])
         squares = np.add.reduceat(wide * wide, offsets[:-1])
