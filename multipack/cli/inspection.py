@@ -66,7 +66,7 @@ class Bins:
     sequences: int
     bins: int
     at_least: int
-    """No packing needs fewer; see `multipack.lower_bound`."""
+    """No packing needs fewer; see `Packing.lower_bound`."""
     efficiency: float
     """Share of token slots that hold a token, 0..1."""
     best_efficiency: float

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multipack import EpochPlan, lower_bound, pack
+from multipack import EpochPlan, pack
 from multipack.order.groups import Groups
+from multipack.order.packing import lower_bound
 
 
 def bins_of_plan(plan: EpochPlan) -> list[list[int]]:
