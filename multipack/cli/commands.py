@@ -16,7 +16,8 @@ from typing import Any, get_args
 from multipack import __version__
 from multipack.cli.inspection import Inspection, Question, inspect
 from multipack.cli.measure import Measured, measure, open_tokens
-from multipack.cli.scan import Progress, Scanned, scan, tokenizer_of
+from multipack.cli.scan import Progress, Reading, Scanned, scan, tokenizer_of
+from multipack.data.text.formats import TYPES
 from multipack.order.packing import MethodName
 
 
@@ -95,10 +96,20 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _scan(options: argparse.Namespace) -> Scanned:
-    tokenise = None if options.tokenizer is None else tokenizer_of(options.tokenizer)
+    tokenise = None
+    if options.tokenizer is not None:
+        tokenise = tokenizer_of(
+            options.tokenizer, chat_template=options.chat_template, train_on=options.train_on
+        )
+    reading = Reading(type=options.type, fields=dict(options.fields), ignore_fields=options.ignore_fields)
     with _progress(options) as progress:
         return scan(
-            options.paths, column=options.column, split=options.split, tokenise=tokenise, progress=progress
+            options.paths,
+            column=options.column,
+            split=options.split,
+            tokenise=tokenise,
+            progress=progress,
+            reading=reading,
         )
 
 
@@ -135,7 +146,9 @@ def _progress(options: argparse.Namespace) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=None)
-        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
+        yield lambda name, done, total: bar.update(
+            task, description=name, completed=done, total=total or None
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -211,7 +224,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="PATH",
-        help="a folder of save_to_disk or of data files; a .parquet, .arrow, .jsonl[.gz] or .json file; .npy of lengths",
+        help="a folder of save_to_disk or of data files; a .parquet or .arrow file; .jsonl, .ndjson, .json, .csv, .tsv, .txt, also .gz or "
+        ".zst; .npy of lengths",
     )
     parser.add_argument(
         "--capacity", type=_count(1), required=True, metavar="TOKENS", help="token slots of a bin"
@@ -225,7 +239,30 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="column of token lists, lengths, text or conversations (default: the first of the usual names)",
     )
     parser.add_argument(
-        "--split", metavar="NAME", help="split of a saved DatasetDict (default: train, or the only one)"
+        "--split",
+        metavar="NAME",
+        help="split of a saved DatasetDict or of a folder with files of several (default: train, or the only one)",
+    )
+    parser.add_argument("--type", choices=TYPES, default="auto", help="format of a row (default: auto)")
+    parser.add_argument(
+        "--fields",
+        type=_pair,
+        nargs="+",
+        default=[],
+        metavar="NAME=COLUMN",
+        help="where the file has what the format calls NAME, as output=response",
+    )
+    parser.add_argument(
+        "--ignore-fields", nargs="+", default=[], metavar="COLUMN", help="columns and keys to leave out"
+    )
+    parser.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="template for conversations (default: the tokenizer's)",
+    )
+    parser.add_argument(
+        "--train-on", choices=("all", "last"), default="all", help="answers that are learnt (default: all)"
     )
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer for text and conversations"
@@ -251,6 +288,13 @@ def _count(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, column = text.partition("=")
+    if not (name and equals and column):
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=COLUMN")
+    return name, column
 
 
 def _time(text: str) -> float:

@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from multipack.cli.scan import Progress, Scanned, data_files
+from multipack.cli.scan import Progress, Scanned, scanned_files
 from multipack.data.dataset import TokenDataset
 from multipack.data.overlong import Overlong
+from multipack.data.text.files import kind_of
 from multipack.loading.loader import DataLoader
 from multipack.loading.packed import packed_dataloader
 from multipack.order.packing import MethodName
@@ -134,7 +135,8 @@ def open_tokens(
     Raises:
         ValueError: no row fits the capacity.
     """
-    table = None if scanned.made_up else _table(data_files(paths, split), scanned.column)
+    files = [file for path in paths for file in scanned_files(path, split)]
+    table = None if scanned.made_up else _table(files, scanned.column)
     reading: dict[str, Any] = {"max_length": capacity, "overlong": overlong}
     if table is not None:
         dataset = TokenDataset(table, column=scanned.column, columns=[], **reading)
@@ -159,7 +161,7 @@ def _table(files: Sequence[Path], column: str) -> Any:
         import datasets
 
         return datasets.load_from_disk(str(files[0]))
-    if all(file.suffix == ".parquet" for file in files):
+    if all(kind_of(file) == "parquet" for file in files):
         return pa.concat_tables([pq.read_table(file, columns=[column], memory_map=True) for file in files])
     return None
 

@@ -1,18 +1,15 @@
-"""Read the lengths of all rows of whatever holds them: data files, a saved data set, an array.
+"""The lengths of all rows of whatever holds them: data files, a saved data set, an array.
 
-One rule: of token columns only the offsets are read, never the tokens; text is tokenised in blocks and forgotten.
+One rule: rows are read and made tokens by what training reads and makes them with, so both agree to the token. Of token columns
+of Arrow data only the offsets are read, never the tokens; text is tokenised in blocks and forgotten.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,25 +17,42 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-COLUMNS = ("input_ids", "tokens", "messages", "conversations", "text", "length", "lengths", "num_tokens")
-"""Columns that are looked for, in this order, where none is named."""
+from multipack.data.columns import is_list, is_number
+from multipack.data.text.arrow_rows import batch_rows, open_saved
+from multipack.data.text.files import Block, data_files, kind_of, naming, read_blocks
+from multipack.data.text.formats import RowFormat, choose_format
 
-_LINES_AT_ONCE = 4096
+if TYPE_CHECKING:
+    from multipack.data.text.encode import RowEncoder
+
+LENGTHS = ("length", "lengths", "num_tokens")
+"""Columns that are taken for counts of tokens where none is named and no format fits."""
+_TOKENS = ("input_ids", "tokens")
+_PACKED = ("seq_lengths", "position_ids", "attention_mask")
+"""Columns beside tokens that may say that a row is several sequences, or partly padding."""
+_ROWS_AT_ONCE = 1024
 _MOST_TOKENS = 1 << 40
 """Of a row: sums over 2^22 such rows still fit 64 bits, and a larger number is not a count of tokens."""
-_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".json", ".npy")
-_UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError, pa.ArrowException)
-"""What libraries raise about files that are cut short, damaged or of another kind; they do not say which file."""
 
 
 class Progress(Protocol):
-    """Told of `done` out of `total` units of the file that is read."""
+    """Told of `done` out of `total` rows of the file that is read; 0: nobody knows how many there are."""
 
     def __call__(self, name: str, done: int, total: int) -> None: ...
 
 
-Tokenise = Callable[[list[Any]], list[int]]
-"""Token counts of texts, or of conversations."""
+Tokenise = Callable[[RowFormat], "RowEncoder"]
+"""What makes tokens of rows of a format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How rows become tokens, as the keys of a training run say it."""
+
+    type: str = "auto"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Name of the format -> name of the file."""
+    ignore_fields: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,7 @@ class Scanned:
     """What was found."""
 
     lengths: NDArray[np.int64]
-    """Tokens of every row, empty ones included, shape [num_rows]."""
+    """Tokens of every sequence, empty ones included, shape [num_sequences]."""
     column: str
     """Where the lengths came from."""
     files: int
@@ -61,101 +75,72 @@ def scan(
     split: str | None,
     tokenise: Tokenise | None,
     progress: Progress,
+    reading: Reading | None = None,
 ) -> Scanned:
-    """Lengths of all rows of files and folders.
+    """Lengths of all sequences of files and folders.
 
     Args:
         column: token lists, lengths, or, with `tokenise`, texts or conversations; None to look for a usual name.
-        split: of a saved DatasetDict.
+        split: of a saved DatasetDict, or of a folder whose files are named by splits.
 
     Raises:
         ValueError: nothing to read, an unknown kind of file, a column that is missing or holds something else, a null.
     """
-    reader = _Reader(column, tokenise, progress)
+    reader = _Reader(column, tokenise, progress, reading or Reading())
     files = 0
-    for file in data_files(paths, split):
-        reader.read(file)
-        files += 1
+    for path in paths:
+        for file in scanned_files(path, split):
+            reader.read(file)
+            files += 1
     if not any(len(part) for part in reader.parts):
         raise ValueError(f"{', '.join(map(str, paths))} holds no rows.")
-    return Scanned(np.concatenate(reader.parts), reader.column or "lengths", files, reader.made_up)
+    reader.finish(", ".join(map(str, paths)))
+    return Scanned(np.concatenate(reader.parts), reader.name or "lengths", files, reader.made_up)
 
 
-def data_files(paths: Sequence[Path], split: str | None) -> list[Path]:
-    """The files, and folders of saved data sets, that the arguments mean.
-
-    Raises:
-        ValueError: there are none, or a DatasetDict has no such split.
-    """
-    return [file for path in paths for file in _files(path, split)]
-
-
-def _files(path: Path, split: str | None) -> list[Path]:
-    """The files that one argument means."""
-    if not path.exists():
-        raise ValueError(f"{path} does not exist.")
-    if (path / "dataset_dict.json").exists():
-        splits = _splits(path / "dataset_dict.json")
-        name = split or ("train" if "train" in splits or len(splits) > 1 else splits[0])
-        if name not in splits:
-            raise ValueError(f"{path} has the splits {', '.join(splits)}: name one by --split.")
-        return [path / name]
-    if split is not None:
-        raise ValueError(f"--split {split}: {path} is not a saved DatasetDict, so it has no splits.")
-    if path.is_file() or (path / "state.json").exists():
+def scanned_files(path: Path, split: str | None) -> list[Path]:
+    """The files that an argument means: those that training reads, and arrays of lengths."""
+    if path.is_file() and path.suffix.lower() == ".npy":
         return [path]
-    found = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(_SUFFIXES))
-    if not found:
-        raise ValueError(
-            f"{path} holds no data set that save_to_disk wrote, and no file that ends with {', '.join(_SUFFIXES)}."
-        )
-    # A .json file beside other data describes them, as in the trainer's cache.
-    return [file for file in found if file.suffix != ".json"] or found
-
-
-def _splits(listing: Path) -> list[str]:
-    try:
-        splits: list[str] = json.loads(listing.read_text())["splits"]
-    except (*_UNREADABLE, KeyError) as error:
-        raise ValueError(f"{listing} does not list the splits of a DatasetDict: {error}.") from error
-    return splits
+    arrays = sorted(path.rglob("*.npy")) if path.is_dir() else []
+    if arrays and not any(kind_of(file) for file in path.rglob("*") if file.is_file()):
+        return arrays
+    return data_files(path, split)
 
 
 class _Reader:
-    """Collects lengths; the first file settles the column."""
+    """Collects lengths; the first file settles where they come from."""
 
-    def __init__(self, column: str | None, tokenise: Tokenise | None, progress: Progress) -> None:
-        self.column = column
+    def __init__(
+        self, column: str | None, tokenise: Tokenise | None, progress: Progress, reading: Reading
+    ) -> None:
+        self.name: str | None = None
         self.parts: list[NDArray[np.int64]] = []
         self.made_up = False
+        self._column = column
         self._tokenise = tokenise
         self._progress = progress
+        self._reading = reading
+        self._encoder: RowEncoder | None = None
         self._path = Path()
         self._num_rows = 0
 
     def read(self, path: Path) -> None:
         self._path, self._num_rows = path, 0
-        try:
-            self._read(path)
-        except _UNREADABLE as error:
-            raise ValueError(
-                f"{path} cannot be read; is it whole, and what its name says? {error}"
-            ) from error
+        with naming(path):
+            if path.suffix.lower() == ".npy":
+                self._read_array(path)
+                return
+            opened = _open_arrow(path)
+            if opened is None:
+                self._read_blocks(read_blocks(path, size=_ROWS_AT_ONCE))
+            elif opened.schema is not None:
+                self._read_arrow(opened)
 
-    def _read(self, path: Path) -> None:
-        name = path.name
-        if path.is_dir():
-            self._read_saved(path)
-        elif name.endswith(".npy"):
-            self._read_array(path)
-        elif name.endswith(".parquet"):
-            self._read_parquet(path)
-        elif name.endswith((".arrow", ".feather", ".ipc")):
-            self._read_arrow(path)
-        elif name.endswith((".jsonl", ".jsonl.gz", ".json", ".json.gz")):
-            self._read_lines(path)
-        else:
-            raise ValueError(f"{path} is not a kind of file that is read here: {', '.join(_SUFFIXES)}.")
+    def finish(self, name: str) -> None:
+        """Say what of the rows was not read."""
+        if self._encoder is not None:
+            self._encoder.say_unread(name)
 
     def _read_array(self, path: Path) -> None:
         self.made_up = True
@@ -169,158 +154,221 @@ class _Reader:
             )
         self._keep(array)
 
-    def _read_saved(self, path: Path) -> None:
-        try:
-            import datasets
-        except ImportError as error:
-            raise ValueError(f"{path} needs the package datasets: pip install 'multipack[data]'.") from error
-        if not json.loads((path / "state.json").read_text())["_data_files"]:
-            return  # a data set without rows, which datasets writes and cannot read
-        saved = datasets.load_from_disk(str(path))
-        name = self._choose(saved.column_names)
-        table = saved.data.table.select([name])
-        index = saved._indices
-        if index is None:
-            self._read_batches(table.to_batches(), table.num_rows)
-            return
-        lengths = [self._lengths(name, batch.column(0)) for batch in table.to_batches()]
-        self._keep(np.concatenate(lengths)[index.column(0).to_numpy()])
+    def _read_arrow(self, opened: _Arrow) -> None:
+        """Offsets alone where a column holds tokens or lengths; else rows."""
+        assert opened.schema is not None
+        names = opened.schema.names
+        name = self._numbers(names)
+        if name is not None and not (name in _TOKENS and any(packed in names for packed in _PACKED)):
+            kind = opened.schema.field(name).type
+            if pa.types.is_integer(kind) or (is_list(kind) and _holds_numbers(kind.value_type)):
+                self.name = name
+                for batch in opened.batches([name]):
+                    self._keep(self._lengths(name, batch.column(0)))
+                    self._progress(self._path.name, self._num_rows, opened.num_rows)
+                return
+        self._read_blocks(self._blocks_of(opened))
 
-    def _read_parquet(self, path: Path) -> None:
-        with pq.ParquetFile(path) as file:
-            name = self._choose(file.schema_arrow.names)
-            self._read_batches(file.iter_batches(columns=[name]), file.metadata.num_rows)
+    def _blocks_of(self, opened: _Arrow) -> Iterator[Block]:
+        first_row = 0
+        for batch in opened.batches(None):
+            yield Block(self._path, first_row, batch_rows(batch))
+            first_row += batch.num_rows
 
-    def _read_arrow(self, path: Path) -> None:
-        with pa.memory_map(str(path)) as file:
-            try:
-                table = pa.ipc.open_stream(file).read_all()
-            except pa.ArrowInvalid:
-                table = pa.ipc.open_file(file).read_all()
-            self._read_batches(table.select([self._choose(table.column_names)]).to_batches(), table.num_rows)
-
-    def _read_batches(self, batches: Iterable[pa.RecordBatch], num_rows: int) -> None:
-        assert self.column is not None
-        for batch in batches:
-            self._keep(self._lengths(self.column, batch.column(0)))
-            self._progress(self._path.name, self._num_rows, num_rows)
-
-    def _read_lines(self, path: Path) -> None:
-        total = path.stat().st_size
-        with path.open("rb") as raw:
-            lines: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            for rows in self._blocks(lines):
-                name = self._choose(list(rows[0]))
-                try:
-                    values = [row[name] for row in rows]
-                except KeyError:
-                    raise ValueError(
-                        f"{path}: row {self._num_rows + _first_without(rows, name)} has no {name!r}."
-                    ) from None
-                self._keep(self._lengths(name, _as_array(values, f"{path}, column {name!r}")))
-                self._progress(path.name, raw.tell(), total)
-
-    def _blocks(self, lines: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
-        """Blocks of rows of JSON lines, or of one JSON array of rows."""
-        rest = iter(lines)
-        first = next(rest, b"")
-        whole = first.lstrip().startswith(b"[")
-        rows = iter(self._array(first + b"".join(rest)) if whole else self._rows(chain([first], rest)))
-        while block := list(islice(rows, _LINES_AT_ONCE)):
-            yield block
-
-    def _array(self, text: bytes) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = json.loads(text)
-        if not all(isinstance(row, dict) for row in rows):
-            raise ValueError(f"{self._path} is an array of something other than rows: each must be {{...}}.")
-        return rows
-
-    def _rows(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-        for number, line in enumerate(lines):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{self._path}, line {number + 1} is not JSON: {error.msg}.") from error
-            if not isinstance(row, dict):
-                raise ValueError(  # noqa: TRY004 (a file of the wrong kind, not an argument)
-                    f"{self._path}, line {number + 1} is not an object: each line must be one row, as {{...}}."
+    def _read_blocks(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            names = list(dict.fromkeys(name for row in block.rows for name in row))
+            if self._column is not None and self._column not in names:
+                raise ValueError(
+                    f"{self._path} has no column {self._column!r}, only {', '.join(names) or 'empty rows'}: name one with --column."
                 )
-            yield row
+            counts = self._counts(names, block)
+            if counts is not None:
+                self.made_up = True
+                self._keep(counts)
+            else:
+                self._encoder = self._encoder or self._encoder_of(names, block)
+                self._keep(np.array([len(one.input_ids) for one in self._encoder.encode(block)], np.int64))
+            self._progress(self._path.name, block.first_row + len(block.rows), 0)
 
-    def _choose(self, names: Sequence[str]) -> str:
-        """The column to read; settled by the first file."""
-        if self.column is None:
-            self.column = next((name for name in COLUMNS if name in names), None)
-        if self.column is None or self.column not in names:
-            wanted = f"no column {self.column!r}" if self.column else "no column of a usual name"
-            raise ValueError(
-                f"{self._path} has {wanted}, only {', '.join(names) or 'empty rows'}: name one with --column."
-            )
-        return self.column
+    def _numbers(self, names: Sequence[str]) -> str | None:
+        """The column that may hold tokens or lengths."""
+        if self._column is not None:
+            if self._column not in names:
+                raise ValueError(
+                    f"{self._path} has no column {self._column!r}, only {', '.join(names) or 'empty rows'}: name one with --column."
+                )
+            return self._column
+        if self._encoder is None and self.name is not None and self.name in names:
+            return self.name
+        tokens = next((name for name in _TOKENS if name in names), None)
+        if tokens is not None and self._reading.type in ("auto", "tokens"):
+            return tokens
+        return self._counted(names)
 
-    def _lengths(self, name: str, values: pa.Array) -> NDArray[np.int64]:
-        """Tokens of each value: its length, or the value itself, or what the tokenizer makes of it."""
-        if values.null_count:
-            row = self._num_rows + int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-            raise ValueError(f"{self._path}: row {row} of column {name!r} is null, which has no length.")
-        kind = values.type
-        if pa.types.is_integer(kind):
+    def _counted(self, names: Sequence[str]) -> str | None:
+        """A column of lengths, where it is all that there is to go by."""
+        counted = next((name for name in LENGTHS if name in names), None)
+        if self._tokenise is None or counted is None:
+            return counted
+        try:
+            self._choose(names)
+        except ValueError:
+            return counted
+        return None
+
+    def _counts(self, names: Sequence[str], block: Block) -> NDArray[np.int64] | None:
+        """Lengths that the rows hold as numbers; None: the rows hold something else."""
+        name = self._numbers(names)
+        if name is None or name in _TOKENS:
+            return None
+        values = [row.get(name) for row in block.rows]
+        if name != self._column or isinstance(values[0], int | float):
+            for row, value in enumerate(values, block.first_row):
+                if not isinstance(value, int) or isinstance(value, bool):
+                    raise ValueError(  # noqa: TRY004 (a file of the wrong kind, not an argument)
+                        f"{self._path}: row {row}: {name} is {value!r}, not a number of tokens."
+                    )
+                self._check(row, value)
+            self.name = name
+            return np.array(values, np.int64)
+        return None
+
+    def _encoder_of(self, names: Sequence[str], block: Block) -> RowEncoder:
+        from multipack.data.text.encode import RowEncoder
+
+        try:
+            row_format = self._choose(names, block)
+        except ValueError as error:
+            raise ValueError(f"{self._path}: {error}") from error
+        self.name = row_format.columns[0]
+        if row_format.name == "tokens":
             self.made_up = True
-            return np.asarray(values.to_numpy(zero_copy_only=False), np.int64)
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        if is_list and _holds_numbers(kind.value_type):
-            return np.asarray(pc.list_value_length(values).to_numpy(zero_copy_only=False), np.int64)
-        is_conversation = is_list and pa.types.is_struct(kind.value_type)
-        if is_conversation or pa.types.is_string(kind) or pa.types.is_large_string(kind):
-            return self._count(name, values.to_pylist())
-        raise ValueError(
-            f"column {name!r} of {self._path} is a {kind}: it must hold token lists, lengths, text or conversations."
-        )
-
-    def _count(self, name: str, values: list[Any]) -> NDArray[np.int64]:
+            return RowEncoder(row_format, None)
         if self._tokenise is None:
             raise ValueError(
-                f"column {name!r} of {self._path} holds text, and packing goes by tokens: give the tokenizer's folder with "
+                f"column {self.name!r} of {self._path} holds text, and packing goes by tokens: give the tokenizer's folder with "
                 "--tokenizer, or a column of token lists with --column."
             )
         self.made_up = True
-        return np.array(self._tokenise(values), np.int64)
+        return self._tokenise(row_format)
+
+    def _choose(self, names: Sequence[str], block: Block | None = None) -> RowFormat:
+        reading = self._reading
+        fields, wanted = dict(reading.fields), reading.type
+        if self._column is not None and block is not None:
+            ours = _kind_of_cell(
+                next((v for row in block.rows if (v := row.get(self._column)) is not None), None)
+            )
+            wanted, fields = ours[0], {**fields, ours[1]: self._column} if ours[1] != self._column else fields
+        elif (
+            wanted == "auto" and "input_ids" not in names and "tokens" in names and "input_ids" not in fields
+        ):
+            fields["input_ids"] = "tokens"
+        return choose_format(wanted, names, fields=fields, ignored=reading.ignore_fields)
+
+    def _lengths(self, name: str, values: pa.Array) -> NDArray[np.int64]:
+        """Tokens of each value: its length, or the value itself."""
+        if values.null_count:
+            row = self._num_rows + int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+            raise ValueError(
+                f"{self._path}: row {row}: {name} is None, not a list of tokens. Remove the row or fill the cell."
+            )
+        if pa.types.is_integer(values.type):
+            self.made_up = True
+            return np.asarray(values.to_numpy(zero_copy_only=False), np.int64)
+        return np.asarray(pc.list_value_length(values).to_numpy(zero_copy_only=False), np.int64)
 
     def _keep(self, lengths: NDArray[Any]) -> None:
         wrong = (lengths < 0) | (lengths > _MOST_TOKENS)
         if wrong.any():
             row = int(np.argmax(wrong))
-            raise ValueError(
-                f"{self._path}: row {self._num_rows + row} has the length {lengths[row]}, outside 0..{_MOST_TOKENS}."
-            )
+            self._check(self._num_rows + row, int(lengths[row]))
         self.parts.append(lengths.astype(np.int64))
         self._num_rows += len(lengths)
 
+    def _check(self, row: int, length: int) -> None:
+        if not 0 <= length <= _MOST_TOKENS:
+            raise ValueError(f"{self._path}: row {row} has the length {length}, outside 0..{_MOST_TOKENS}.")
+
+
+def _kind_of_cell(value: Any) -> tuple[str, str]:
+    """The format of a column that was named, and what the format calls it."""
+    if isinstance(value, str):
+        return "text", "text"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "messages", "messages"
+    return "tokens", "input_ids"
+
 
 def _holds_numbers(kind: pa.DataType) -> bool:
-    """Also true of null, which is what JSON makes of rows that are all empty."""
-    tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
-    return any(test(kind) for test in tests)
+    """Also true of null, which is what rows become that are all empty."""
+    return is_number(kind) or pa.types.is_null(kind)
 
 
-def _first_without(rows: Sequence[dict[str, Any]], name: str) -> int:
-    return next(i for i, row in enumerate(rows) if name not in row)
+@dataclass(frozen=True)
+class _Arrow:
+    """Arrow data on disk."""
+
+    schema: pa.Schema | None
+    """None: a saved data set without rows."""
+    num_rows: int
+    batches: Callable[[list[str] | None], Iterable[pa.RecordBatch]]
+    """Batches of these columns, or of all."""
 
 
-def _as_array(values: list[Any], place: str) -> pa.Array:
-    try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise ValueError(f"{place}: rows hold values of different kinds: {error}.") from error
+def _open_arrow(path: Path) -> _Arrow | None:
+    """Arrow data as they lie; None: another kind of file."""
+    if path.is_dir():
+        return _open_saved(path)
+    kind = kind_of(path)
+    if kind == "parquet":
+        file = pq.ParquetFile(path)
+        return _Arrow(
+            file.schema_arrow,
+            file.metadata.num_rows,
+            lambda names: file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=names),
+        )
+    if kind == "arrow":
+        source = pa.memory_map(str(path))
+        try:
+            table = pa.ipc.open_stream(source).read_all()
+        except pa.ArrowInvalid:
+            table = pa.ipc.open_file(source).read_all()
+        return _of_table(table)
+    return None
 
 
-def tokenizer_of(folder: Path) -> Tokenise:
-    """Token counts by the tokenizer in a folder; conversations go through its chat template.
+def _open_saved(path: Path) -> _Arrow:
+    saved = open_saved(path)
+    if saved is None:
+        return _Arrow(None, 0, lambda names: ())
+    if saved._indices is None:
+        return _of_table(saved.data.table)
+    selected = saved.with_format("arrow")
+
+    def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
+        chosen = selected if names is None else selected.select_columns(names)
+        for first in range(0, len(saved), _ROWS_AT_ONCE):
+            yield from chosen[first : first + _ROWS_AT_ONCE].combine_chunks().to_batches()
+
+    return _Arrow(saved.data.table.schema, len(saved), batches)
+
+
+def _of_table(table: pa.Table) -> _Arrow:
+    def read(names: list[str] | None) -> Iterable[pa.RecordBatch]:
+        chosen = table if names is None else table.select(names)
+        batches: list[pa.RecordBatch] = chosen.to_batches(max_chunksize=None if names else _ROWS_AT_ONCE)
+        return batches
+
+    return _Arrow(table.schema, table.num_rows, read)
+
+
+def tokenizer_of(folder: Path, *, chat_template: Path | None = None, train_on: str = "all") -> Tokenise:
+    """Tokens by the tokenizer in a folder; conversations go through its chat template, or another one.
 
     Raises:
-        ValueError: transformers is missing, or the folder holds no tokenizer.
+        ValueError: transformers is missing, the folder holds no tokenizer, or the file no template.
     """
     if not folder.is_dir():
         raise ValueError(f"--tokenizer {folder} is not a folder: nothing is fetched from a hub.")
@@ -328,17 +376,17 @@ def tokenizer_of(folder: Path) -> Tokenise:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ValueError("--tokenizer needs transformers: pip install 'multipack[train]'.") from error
+    from multipack.data.text.encode import RowEncoder
+    from multipack.data.text.templates import check_source
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(" :")
         raise ValueError(f"--tokenizer {folder}: no tokenizer there ({reason}).") from error
-    tokenizer.model_max_length = int(1e30)  # it would warn of each longer text
-
-    def count(values: list[Any]) -> list[int]:
-        if isinstance(values[0], str):
-            return [len(ids) for ids in tokenizer(values)["input_ids"]]
-        texts = tokenizer.apply_chat_template(values, tokenize=False)
-        return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-
-    return count
+    if chat_template is not None:
+        with naming(chat_template):
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        check_source(tokenizer.chat_template)
+    last = train_on == "last"
+    return lambda row_format: RowEncoder(row_format, tokenizer, train_on="last" if last else "all")

@@ -18,10 +18,10 @@ from multipack import _core
 from multipack.arguments import check_choice, whole_number
 from multipack.data.columns import Columns, NumberColumn
 from multipack.data.dataset import Located, Selection, TokenDataset, read, read_scalars
+from multipack.data.targets import MASKS
 
 Batch = dict[str, Any]
 
-_MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask")
 _NOT_COPIED = ("input_ids", "labels", "attention_mask")
 _MADE_HERE = frozenset(
     {
@@ -291,7 +291,7 @@ def _label_columns(columns: Columns) -> tuple[NumberColumn | None, tuple[str, ..
         return None, ()
     if "labels" in columns.tokens:
         return columns.tokens["labels"], ()
-    return columns.tokens["input_ids"], tuple(name for name in _MASKS if name in columns.tokens)
+    return columns.tokens["input_ids"], tuple(name for name in MASKS if name in columns.tokens)
 
 
 def _wide(column: NumberColumn) -> torch.dtype:
@@ -300,7 +300,7 @@ def _wide(column: NumberColumn) -> torch.dtype:
 
 
 def _check_columns(columns: Columns, located: Located) -> None:
-    for name in ("labels", *_MASKS, "attention_mask"):
+    for name in ("labels", *MASKS, "attention_mask"):
         if name in columns.objects or (name in columns.scalars and name != "labels"):
             raise ValueError(
                 f"column {name!r} has no number for each token, so it would choose no targets: make it a list of numbers as long as "

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, SupportsIndex, overload
+from dataclasses import replace
+from typing import Any, NamedTuple, SupportsIndex, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from multipack import _core
+from multipack.arguments import check_choice
 from multipack.data.columns import (
     Columns,
     NumberColumn,
@@ -31,8 +33,10 @@ from multipack.data.columns import (
 )
 from multipack.data.overlong import DatasetReport, Overlong, apply_overlong, log_report
 from multipack.data.sources import Source, from_pickle, open_source, rows_to_table, to_pickle
+from multipack.data.targets import MASKS, WithoutTargets, count_targets
 
 _ROWS_AT_ONCE = 1 << 20
+_SEQUENCES_AT_ONCE = 4096
 
 
 class Located(NamedTuple):
@@ -57,6 +61,9 @@ class TokenDataset(Dataset[dict[str, Any]]):
         overlong: what to do with rows above `max_length`. "error"; "truncate" keeps their beginning; "split" makes
             fragments of at most `max_length` tokens, each a sequence of its own; "drop".
         columns: further columns to read; None reads all.
+        without_targets: what to do with sequences of which no token is learnt, also because `max_length` cut the targets off:
+            "keep" does not look, "drop" leaves them out, "error". Targets are what a collator makes of the columns; the first
+            token of a sequence is none. Reads the labels, or the masks, of all rows once.
 
     List columns of numbers are token columns and must have the lengths of `column` in every row. Columns of single numbers
     become one number a sequence. Any other column is passed on as Python objects. In tensors integers of any width are
@@ -68,7 +75,7 @@ class TokenDataset(Dataset[dict[str, Any]]):
 
     Raises:
         ValueError: a column is missing, a row holds a null, token columns differ in length, offsets are corrupt, or a row
-            is above `max_length` under "error". The message names the first such row.
+            is above `max_length`, or without a target, under "error". The message names the first such row.
         TypeError: the source, or the type of `column`, is not one of those above.
     """
 
@@ -86,7 +93,9 @@ class TokenDataset(Dataset[dict[str, Any]]):
         max_length: int | None = None,
         overlong: Overlong = "error",
         columns: Sequence[str] | None = None,
+        without_targets: WithoutTargets = "keep",
     ) -> None:
+        check_choice("without_targets", without_targets, get_args(WithoutTargets))
         self._column = column
         self._wanted = columns
         opened = self._open(source)
@@ -94,6 +103,9 @@ class TokenDataset(Dataset[dict[str, Any]]):
         usable = apply_overlong(lengths, max_length, overlong)
         self._rows, self._starts, self.lengths, self.report = usable
         self._table_rows = _table_rows(self._rows, opened.index_map)
+        if without_targets != "keep":
+            self._leave_out(self._count_targets(), error=without_targets == "error")
+            self._table_rows = _table_rows(self._rows, opened.index_map)
         log_report(self.report, overlong, max_length)
 
     @classmethod
@@ -105,10 +117,58 @@ class TokenDataset(Dataset[dict[str, Any]]):
         max_length: int | None = None,
         overlong: Overlong = "error",
         columns: Sequence[str] | None = None,
+        without_targets: WithoutTargets = "keep",
     ) -> TokenDataset:
         """Copy any iterable or map-style data set of rows into Arrow memory, once. Arguments as of the class."""
-        table = rows_to_table(rows, column)
-        return cls(table, column=column, max_length=max_length, overlong=overlong, columns=columns)
+        return cls(
+            rows_to_table(rows, column),
+            column=column,
+            max_length=max_length,
+            overlong=overlong,
+            columns=columns,
+            without_targets=without_targets,
+        )
+
+    def _count_targets(self) -> npt.NDArray[np.int64]:
+        """Targets of each usable sequence: a pass over the labels, else over the masks."""
+        counts = np.zeros(len(self), np.int64)
+        if "labels" in self._readers.scalars:
+            return counts + 1
+        labels = self._readers.tokens.get("labels")
+        masks = [] if labels else [column for name, column in self._readers.tokens.items() if name in MASKS]
+        for first in range(0, len(self), _SEQUENCES_AT_ONCE):
+            ids = np.arange(first, min(first + _SEQUENCES_AT_ONCE, len(self)))
+            located = self.locate(ids)
+            counts[ids] = count_targets(
+                None if labels is None else read(labels, located).numpy(),
+                [read(mask, located).numpy() for mask in masks],
+                located.lengths,
+            )
+        return counts
+
+    def _leave_out(self, targets: npt.NDArray[np.int64], *, error: bool) -> None:
+        """Keep the sequences with a target, and say in the report how many had none."""
+        kept = np.flatnonzero(targets)
+        without = len(self) - len(kept)
+        if error and without:
+            sequence = int(np.flatnonzero(targets == 0)[0])
+            raise ValueError(
+                f"{without} of {len(self)} sequences have no target (row {self.rows[sequence]} is the first): they would cost compute and "
+                "teach nothing. Raise max_length if it cut them off, or choose without_targets='drop'."
+            )
+        tokens = int(self.lengths.sum(dtype=np.int64))
+        if without:
+            self._rows, self.lengths = self.rows[kept], self.lengths[kept]
+            self._starts = None if self._starts is None else self._starts[kept]
+        left = int(self.lengths.sum(dtype=np.int64))
+        self.report = replace(
+            self.report,
+            num_sequences=len(kept),
+            num_tokens=left,
+            num_target_tokens=int(targets.sum()),
+            sequences_without_targets=without,
+            tokens_without_targets=tokens - left,
+        )
 
     def _open(self, source: Any) -> Source:
         opened = open_source(source, self._column, self._wanted)

@@ -33,6 +33,12 @@ class DatasetReport:
     """Rows above `max_length`, which were truncated, split or dropped."""
     lost_tokens: int = 0
     """Tokens that were cut off or dropped. Above 1 % of `num_tokens`: raise `max_length` or split."""
+    num_target_tokens: int | None = None
+    """Tokens that are learnt in an epoch; None: not counted (`without_targets="keep"`)."""
+    sequences_without_targets: int = 0
+    """Sequences without a token to learn, which were left out; never counted under "keep"."""
+    tokens_without_targets: int = 0
+    """Tokens of those. They are not among `lost_tokens`."""
 
 
 class Usable(NamedTuple):
@@ -123,6 +129,13 @@ def log_report(report: DatasetReport, overlong: Overlong, max_length: int | None
             max_length,
             done,
             report.lost_tokens,
+        )
+    if report.sequences_without_targets:
+        _logger.warning(
+            "%d sequences (%d tokens) have no token to learn%s and are left out.",
+            report.sequences_without_targets,
+            report.tokens_without_targets,
+            " within max_length" if report.overlong_sequences else "",
         )
     if report.empty_sequences:
         _logger.info("%d empty rows are left out.", report.empty_sequences)

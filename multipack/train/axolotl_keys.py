@@ -36,7 +36,6 @@ ELSEWHERE: dict[str, str] = {
     "dataset_processes": "remove the key; the tokenizer uses every core",
     "dataset_shard_num": "take a part with split: 'train[:10%]'",
     "dataset_shard_idx": "take a part with split: 'train[:10%]'",
-    "chat_template": "set the template in the tokenizer's own files",
     "tokens": "put tokens into special_tokens, or into the tokenizer's own files",
     "dataloader_num_workers": "set num_workers, background threads",
     "dataloader_prefetch_factor": "set prefetch_batches",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from dataclasses import field as field_
 from typing import Literal
 
 from multipack.train.axolotl_keys import ELSEWHERE
@@ -18,6 +19,18 @@ from multipack.train.run_config import RunConfig
 BUILTIN = "builtin"
 """Path of the source that needs no download."""
 Overlong = Literal["error", "truncate", "split", "drop"]
+RowType = Literal[
+    "auto",
+    "tokens",
+    "messages",
+    "alpaca",
+    "prompt_completion",
+    "question_answer",
+    "text",
+    "chat_template",
+    "sharegpt",
+    "completion",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +38,22 @@ class DatasetConfig:
     """One source of rows and how a row becomes tokens."""
 
     path: str
-    """A jsonl(.gz), json, parquet or arrow file, a folder of such files or of `save_to_disk`, a name on the hub, or "builtin":
-    conversations made from the installed Python's standard library."""
-    type: Literal["auto", "alpaca", "messages", "chat_template", "text", "completion"] = "auto"
-    """Format of a row. axolotl's `chat_template` is `messages`, its `completion` is `text`; `auto` looks at the columns."""
+    """A jsonl, ndjson, json, csv, tsv or txt file (also .gz or .zst), a parquet or arrow file, a folder of such files or of
+    `save_to_disk`, a name on the hub, or "builtin": conversations made from the installed Python's standard library."""
+    type: RowType = "auto"
+    """Format of a row. axolotl's `chat_template` and `sharegpt` are `messages`, its `completion` is `text`; `auto` looks at the columns."""
     name: str | None = None
     """Configuration of a hub data set."""
     split: str = "train"
-    """Split to train on, in the language of `datasets`: "train", "train[:1%]"."""
+    """Split to train on, in the language of `datasets`: "train", "train[:1%]". Of a folder of files it goes by their names."""
     field_messages: str = "messages"
     """Column of the conversation, for `messages`."""
     field: str = "text"
     """Column of the document, for `text`."""
+    fields: dict[str, str] = field_(default_factory=dict)
+    """What the format calls a column, or a key of a message -> what this source calls it: {output: response}, {role: speaker}."""
+    ignore_fields: list[str] = field_(default_factory=list)
+    """Columns and keys of messages to leave out, also where they would change what a row means."""
 
     def __post_init__(self) -> None:
         check_dataset(self)
@@ -68,6 +85,8 @@ class TrainConfig(RunConfig):
     """Rows held out for validation: a share below 1 or a count. 0: none."""
     train_on_inputs: bool = False
     """Also learn to predict the prompt. Off: only completions and assistant turns have labels."""
+    train_on: Literal["all", "last"] = "all"
+    """Which answers of a conversation are learnt: every one, or the last."""
     sequence_len: int = 2048
     """Capacity of a bin and longest row, in tokens."""
     overlong: Overlong = "error"

@@ -79,6 +79,10 @@ def _check_data(config: TrainConfig) -> None:
         raise ValueError(
             f"prepare_timeout_s is {config.prepare_timeout_s}; give the seconds a rank may wait, above 0."
         )
+    if config.train_on == "last" and config.train_on_inputs:
+        raise ValueError(
+            "train_on is last and train_on_inputs is true: everything would be learnt. Set train_on_inputs to false."
+        )
     unknown = sorted(set(config.special_tokens) - set(TOKENS))
     if unknown:
         raise ValueError(

@@ -25,6 +25,8 @@ class RunConfig:
     """Folder or hub name. None: that of `base_model`; without a base model the built-in tokenizer of bytes."""
     tokenizer_type: str = "AutoTokenizer"
     """Class of transformers that loads the tokenizer."""
+    chat_template: str | None = None
+    """Jinja file, or its text, that writes conversations. None: the tokenizer's own."""
     special_tokens: dict[str, str] = field(default_factory=dict)
     """Tokens to set on the tokenizer: bos_token, eos_token, unk_token, pad_token."""
 

@@ -144,6 +144,7 @@ def plan_run(config: TrainConfig, data: PreparedData, device: torch.device) -> R
     checkpoint = _checkpoint_of(config)
     state = read_state(checkpoint) if checkpoint is not None else {}
     of = model_config(config, len(data.tokenizer))
+    data.check_ids(of.vocab_size)
     pad = data.tokenizer.pad_token_id or 0
     loader = training_loader(config, data.train, pad_token_id=pad, hidden_size=of.hidden_size, device=device)
     sampler = loader.batch_sampler

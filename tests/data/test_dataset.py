@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import ELEMENTS, column_of, rows_of
 
+from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
 
 ROWS = [
@@ -578,3 +579,40 @@ def test_a_corrupt_arrow_file_is_an_error_not_a_crash(tmp_path):
         table = pa.ipc.open_stream(file).read_all()
     with pytest.raises(ValueError, match=r"row 1 has offsets 50\.\.1073741824 into 100 values"):
         TokenDataset(table)
+
+
+def test_sequences_without_targets_are_counted_and_dropped_where_asked() -> None:
+    # Prompt of 10, answer of 5. Cut to 8 tokens: 8 without a target, 7 cut off; in fragments: 8 (0 targets) and 7 (5).
+    row = {"input_ids": list(range(15)), "labels": [-100] * 10 + list(range(10, 15))}
+    short = {"input_ids": [1, 2], "labels": [-100, 2]}
+    cut = TokenDataset([row, short], max_length=8, overlong="truncate", without_targets="drop")
+    assert (cut.lengths.tolist(), cut.rows.tolist()) == ([2], [1])
+    report = cut.report
+    assert (report.sequences_without_targets, report.tokens_without_targets, report.lost_tokens) == (1, 8, 7)
+    assert (report.num_sequences, report.num_tokens, report.num_target_tokens) == (1, 2, 1)
+    split = TokenDataset([row], max_length=8, overlong="split", without_targets="drop")
+    assert (split.lengths.tolist(), split.starts.tolist(), split.report.num_target_tokens) == ([7], [8], 5)
+    kept = TokenDataset([row, short], max_length=8, overlong="truncate")
+    assert (len(kept), kept.report.num_target_tokens) == (2, None)
+
+
+def test_masks_choose_targets_and_a_first_token_is_none() -> None:
+    rows = [
+        {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 0], "completion_mask": [1, 1, 1]},
+        {"input_ids": [4, 5], "loss_mask": [0, 1], "completion_mask": [1, 1]},
+        {"input_ids": [6], "loss_mask": [1], "completion_mask": [1]},
+    ]
+    dataset = TokenDataset(rows, without_targets="drop")
+    assert dataset.rows.tolist() == [1]
+    batch = PackedCollator()(dataset.__getitems__([0]))
+    assert batch["num_target_tokens"] == dataset.report.num_target_tokens == 1
+    pickled = pickle.loads(pickle.dumps(dataset))
+    assert pickled[0]["input_ids"].tolist() == [4, 5]
+
+
+def test_no_targets_are_an_error_where_asked() -> None:
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
+    with pytest.raises(ValueError, match=r"1 of 2 sequences have no target \(row 1 is the first\)"):
+        TokenDataset(rows, without_targets="error")
+    with pytest.raises(ValueError, match="without_targets"):
+        TokenDataset(rows, without_targets="ignore")

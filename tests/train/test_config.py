@@ -78,7 +78,7 @@ def test_data_is_short_for_one_source() -> None:
         ),
         ("sequence_len: long", r'"sequence_len"[\s\S]*long'),
         ("optimizer: adafactor", r'"optimizer"[\s\S]*adamw_bnb_8bit'),
-        ("datasets: [{path: a, type: sharegpt}]", r"datasets[\s\S]*sharegpt"),
+        ("datasets: [{path: a, type: pygmalion}]", r"datasets[\s\S]*pygmalion"),
         ("[1, 2]", "holds a list; it must be lines of `key: value`"),
         ("a: b: c", "is not YAML"),
         ("wandb_project: mine", "wandb_project in .* another trainer .* metrics.jsonl"),

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -25,14 +25,17 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from multipack.data.dataset import TokenDataset
+from multipack.data.text.encode import RowEncoder
+from multipack.data.text.files import Block
+from multipack.data.text.formats import choose_format
+from multipack.data.text.labels import Encoded
 from multipack.train.config import DatasetConfig, TrainConfig
-from multipack.train.data.formats import Encoded, choose_format, encode
-from multipack.train.data.sources import open_source, source_digest
+from multipack.train.data.sources import source_blocks, source_digest
 from multipack.train.data.tokenizer import load_tokenizer, tokenizer_digest
 
 logger = logging.getLogger(__name__)
 
-_LAYOUT = 1  # goes up when the same inputs give another content
+_LAYOUT = 2  # goes up when the same inputs give another content
 _BATCH_ROWS = 256
 _SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
 _SHOW_AFTER_S = 3.0
@@ -45,6 +48,16 @@ class PreparedData(NamedTuple):
     validation: TokenDataset | None
     tokenizer: PreTrainedTokenizerBase
     folders: tuple[Path, ...]
+    largest_id: int = 0
+    """Of all tokens."""
+
+    def check_ids(self, num_embeddings: int) -> None:
+        """Raise ValueError for a token that the model's embedding has no row for."""
+        if self.largest_id >= num_embeddings:
+            raise ValueError(
+                f"the data have the token {self.largest_id} and the model has embeddings for 0..{num_embeddings - 1} only, so the first step "
+                "would fail. Use the tokenizer that belongs to the model."
+            )
 
     def __str__(self) -> str:
         """One line: rows, tokens, the longest row, and where the tokens lie."""
@@ -71,7 +84,8 @@ def prepare_data(config: TrainConfig) -> PreparedData:
     train_ids, validation_ids = split_rows(len(rows), config.val_set_size, config.seed)
     train = _tokens(rows.select(train_ids) if validation_ids.size else rows, config, "training")
     validation = _tokens(rows.select(validation_ids), config, "validation") if validation_ids.size else None
-    return PreparedData(train, validation, tokenizer, folders)
+    largest_id = max(int(_meta(folder)["largest_id"]) for folder in folders)
+    return PreparedData(train, validation, tokenizer, folders, largest_id)
 
 
 def split_rows(
@@ -103,15 +117,19 @@ def split_rows(
 
 
 def _tokens(rows: datasets.Dataset, config: TrainConfig, purpose: str) -> TokenDataset:
+    """The rows as bins can hold them. Those that `sequence_len` leaves without a token to learn are counted and left out."""
     try:
-        tokens = TokenDataset(rows, max_length=config.sequence_len, overlong=config.overlong)
+        tokens = TokenDataset(
+            rows, max_length=config.sequence_len, overlong=config.overlong, without_targets="drop"
+        )
     except ValueError as error:
         raise ValueError(
             f"{purpose}: {error} Here max_length is the key sequence_len, and overlong is a key too."
         ) from error
     if len(tokens) == 0:
         raise ValueError(
-            f"{purpose}: none of {len(rows)} rows is left ({tokens.report}). Raise sequence_len, or choose another overlong."
+            f"{purpose}: none of {len(rows)} rows is left with a token to learn ({tokens.report}). Raise sequence_len, or choose another "
+            "overlong."
         )
     return tokens
 
@@ -131,7 +149,10 @@ def _prepared(source: DatasetConfig, config: TrainConfig, tokenizer: PreTrainedT
         "type": source.type,
         "field": source.field,
         "field_messages": source.field_messages,
+        "fields": source.fields,
+        "ignore_fields": sorted(source.ignore_fields),
         "train_on_inputs": config.train_on_inputs,
+        "train_on": config.train_on,
     }
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:24]
     folder = root / key
@@ -170,13 +191,9 @@ def _write_folder(
     """Tokenise a source into a folder beside `folder` and rename it; the caller holds the lock."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-    scratch = unfinished / "scratch"
-    scratch.mkdir(parents=True)
+    unfinished.mkdir(parents=True)
     try:
-        rows = open_source(source, config.sequence_len, scratch)
-        counts = _write_rows(unfinished / "rows.arrow", rows, source, config, tokenizer)
-        del rows
-        shutil.rmtree(scratch)
+        counts = _write_rows(unfinished / "rows.arrow", source, config, tokenizer)
         size = (unfinished / "rows.arrow").stat().st_size
         meta = {"recipe": recipe, "source": source.path, **counts, "bytes": size}
         (unfinished / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -188,45 +205,63 @@ def _write_folder(
 
 def _write_rows(
     path: Path,
-    rows: datasets.Dataset,
     source: DatasetConfig,
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, int]:
-    """Write one Arrow stream; returns counts of rows, tokens and tokens that are learnt."""
-    counts = {"rows": 0, "tokens": 0, "targets": 0, "rows_without_targets": 0}
-    try:
-        row_format = choose_format(
-            source.type, rows.column_names, field=source.field, field_messages=source.field_messages
-        )
-        with path.open("wb") as stream, pa.ipc.new_stream(stream, _SCHEMA) as writer:
-            for first_row, batch in _batches(rows, source.path):
-                encoded = encode(
-                    batch, row_format, tokenizer, train_on_inputs=config.train_on_inputs, first_row=first_row
-                )
-                writer.write_batch(_record_batch(encoded))
-                targets = [row.num_targets for row in encoded]
-                counts["rows"] += len(encoded)
-                counts["tokens"] += sum(len(row.input_ids) for row in encoded)
-                counts["targets"] += sum(targets)
-                counts["rows_without_targets"] += targets.count(0)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source.path}: {error}") from error
+    """Write one Arrow stream; returns counts of rows, sequences, tokens and tokens that are learnt."""
+    counts = {"rows": 0, "sequences": 0, "tokens": 0, "targets": 0, "without_targets": 0, "largest_id": 0}
+    encoder: RowEncoder | None = None
+    with path.open("wb") as stream, pa.ipc.new_stream(stream, _SCHEMA) as writer:
+        for block in _shown(source_blocks(source, config.sequence_len, _BATCH_ROWS), source.path):
+            encoder = encoder or _encoder(block, source, config, tokenizer)
+            encoded = encoder.encode(block)
+            writer.write_batch(_record_batch(encoded))
+            targets = [row.num_targets for row in encoded]
+            counts["rows"] += len(block.rows)
+            counts["sequences"] += len(encoded)
+            counts["tokens"] += sum(len(row.input_ids) for row in encoded)
+            counts["targets"] += sum(targets)
+            counts["without_targets"] += targets.count(0)
+            largest = max((max(row.input_ids, default=0) for row in encoded), default=0)
+            counts["largest_id"] = max(counts["largest_id"], largest)
+        stream.flush()
+        os.fsync(stream.fileno())
+    if encoder is None:
+        raise ValueError(f"{source.path} has no rows.")
+    encoder.say_unread(source.path)
     if counts["targets"] == 0:
         raise ValueError(
             f"{source.path}: none of its {counts['rows']} rows has a token to learn. Check its format, or set "
             "train_on_inputs: true."
         )
-    if counts["rows_without_targets"]:
+    if counts["without_targets"]:
         logger.warning(
-            "%s: %d of %d rows have no token to learn; they cost compute only",
+            "%s: %d of %d sequences have no token to learn",
             source.path,
-            counts["rows_without_targets"],
-            counts["rows"],
+            counts["without_targets"],
+            counts["sequences"],
         )
     return counts
+
+
+def _encoder(
+    block: Block, source: DatasetConfig, config: TrainConfig, tokenizer: PreTrainedTokenizerBase
+) -> RowEncoder:
+    """Of a source that begins with these rows."""
+    columns = list(dict.fromkeys(name for row in block.rows for name in row))
+    try:
+        row_format = choose_format(
+            source.type,
+            columns,
+            field=source.field,
+            field_messages=source.field_messages,
+            fields=source.fields,
+            ignored=source.ignore_fields,
+        )
+    except ValueError as error:
+        raise ValueError(f"{source.path}: {error}") from error
+    return RowEncoder(row_format, tokenizer, train_on_inputs=config.train_on_inputs, train_on=config.train_on)
 
 
 def _record_batch(rows: list[Encoded]) -> pa.RecordBatch:
@@ -236,25 +271,26 @@ def _record_batch(rows: list[Encoded]) -> pa.RecordBatch:
     )
 
 
-def _batches(rows: datasets.Dataset, name: str) -> Iterator[tuple[int, dict[str, list[object]]]]:
-    """First row and columns of one batch after another, with a progress bar on long jobs."""
-    with tqdm(
-        total=len(rows), desc=f"tokenise {name}", unit=" rows", delay=_SHOW_AFTER_S, dynamic_ncols=True
-    ) as bar:
-        for first_row in range(0, len(rows), _BATCH_ROWS):
-            batch = rows[first_row : first_row + _BATCH_ROWS]
-            yield first_row, batch
-            bar.update(min(_BATCH_ROWS, len(rows) - first_row))
+def _shown(blocks: Iterator[Block], name: str) -> Iterator[Block]:
+    """The blocks, with a progress bar on long jobs."""
+    with tqdm(desc=f"tokenise {name}", unit=" rows", delay=_SHOW_AFTER_S, dynamic_ncols=True) as bar:
+        for block in blocks:
+            yield block
+            bar.update(len(block.rows))
 
 
 def _check_complete(folder: Path) -> None:
     """A folder that was damaged after it was complete is an error, not data."""
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        found, wanted = (folder / "rows.arrow").stat().st_size, meta["bytes"]
+        found, wanted = (folder / "rows.arrow").stat().st_size, _meta(folder)["bytes"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} is damaged ({error}). Delete it; it is made again.") from error
     if found != wanted:
         raise ValueError(
             f"{folder}/rows.arrow has {found} bytes, not {wanted}: it is damaged. Delete the folder; it is made again."
         )
+
+
+def _meta(folder: Path) -> dict[str, Any]:
+    meta: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    return meta

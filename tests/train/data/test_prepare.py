@@ -149,7 +149,7 @@ def test_sources_are_joined_in_order_each_in_its_own_folder(tmp_path: Path) -> N
 
 def test_the_second_run_reads_the_cache(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare_data(config)
-    monkeypatch.setattr(prepare, "encode", None)  # a call would fail
+    monkeypatch.setattr(prepare, "RowEncoder", None)  # a call would fail
     assert prepare_data(config).folders == first.folders
 
 
@@ -223,7 +223,7 @@ def test_a_split_that_leaves_one_side_empty_is_refused(size: float) -> None:
     [
         ("truncate", [5, 4, 5, 5, 5]),
         ("drop", [5, 4, 5]),
-        ("split", [5, 4, 5, 5, 5, 1, 5, 5, 5]),
+        ("split", [5, 4, 5, 5, 5, 5, 5, 5]),  # the 16th token of a row predicts nothing alone
     ],
 )
 def test_rows_above_sequence_len_follow_the_policy(overlong: Any, lengths: list[int], tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_impossible_data_names_its_file_and_leaves_nothing(
 @pytest.mark.parametrize("path", ["absent.jsonl", "/absent/folder", "a/b/c"])
 def test_an_absent_file_is_not_taken_for_a_name_on_the_hub(path: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=f"{path} does not exist. Give a file, a folder, or a name on the hub"
+        ValueError, match=rf"{path} does not exist. Give a file \(.*\), a folder, or a name on the hub"
     ):
         prepare_data(run(tmp_path, data=path))
 
@@ -300,22 +300,110 @@ def test_a_name_on_the_hub_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest
 
 def test_an_unknown_suffix_or_split_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.xml").write_text("<a/>", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"suffix '.xml'.* Use .jsonl, .json, .parquet, .arrow"):
+    with pytest.raises(
+        ValueError, match=r"suffix '.xml'.* Use .jsonl, .*\.csv, .*\.parquet, .*\.gz or \.zst"
+    ):
         prepare_data(run(tmp_path, data=str(tmp_path / "rows.xml")))
     for path, message in (
-        (saved_splits(tmp_path), "only train, test"),
+        (saved_splits(tmp_path), "has the splits train, test, and no 'dev'"),
         (saved(tmp_path), "saved without splits"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare_data(run(tmp_path, datasets=[DatasetConfig(path=path, split="dev")]))
 
 
-def test_rows_without_a_token_to_learn_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_without_a_token_to_learn_are_counted_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     asked, answered = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     path = write(tmp_path / "rows.jsonl", [{"messages": [asked]}, {"messages": [asked, answered]}])
     with caplog.at_level(logging.WARNING):
-        assert len(prepare_data(run(tmp_path, data=str(path))).train) == 2
-    assert "1 of 2 rows have no token to learn" in caplog.text
+        assert len(prepare_data(run(tmp_path, data=str(path))).train) == 1
+    assert "1 of 2 sequences have no token to learn" in caplog.text
+    assert "1 sequences (4 tokens) have no token to learn and are left out" in caplog.text
+
+
+def answers(folder: Path, prompts: list[int]) -> str:
+    """Rows of a prompt of so many bytes and the answer "ab", which is three tokens with its end."""
+    rows = [{"prompt": "x" * length, "completion": "ab"} for length in prompts]
+    return str(write(folder / "rows.jsonl", rows))
+
+
+def test_targets_that_the_length_cuts_off_are_counted_and_their_rows_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Of 8 tokens: 3 + 3 whole; 6 + 2 of 3; 8 + 0; 20 + 0.
+    data = answers(tmp_path, [3, 6, 8, 20])
+    tokens = prepare_data(run(tmp_path, data=data, sequence_len=8, overlong="truncate")).train
+    assert tokens.lengths.tolist() == [6, 8]
+    report = tokens.report
+    assert (report.num_target_tokens, report.sequences_without_targets) == (5, 2)
+    assert (report.tokens_without_targets, report.lost_tokens) == (16, 1 + 3 + 15)
+    assert "2 sequences (16 tokens) have no token to learn within max_length" in caplog.text
+
+
+def test_data_whose_targets_are_all_cut_off_are_an_error(tmp_path: Path) -> None:
+    config = run(tmp_path, data=answers(tmp_path, [8, 9]), sequence_len=8, overlong="truncate")
+    with pytest.raises(ValueError, match=r"none of 2 rows is left with a token to learn.*Raise sequence_len"):
+        prepare_data(config)
+
+
+def test_fragments_without_a_target_are_left_out(tmp_path: Path) -> None:
+    # 10 + 3 tokens in fragments of 8 and 5: the first holds no target, the second 3.
+    config = run(tmp_path, data=answers(tmp_path, [10]), sequence_len=8, overlong="split")
+    tokens = prepare_data(config).train
+    assert (tokens.lengths.tolist(), tokens.starts.tolist()) == ([5], [8])
+    assert tokens[0]["labels"].tolist()[:2] == [-100, -100]
+
+
+def test_ids_above_the_embedding_are_named_before_the_first_step(tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [3, 5000]}])
+    prepared = prepare_data(run(tmp_path, data=str(data)))
+    prepared.check_ids(5001)
+    with pytest.raises(ValueError, match=r"the token 5000 and the model has embeddings for 0\.\.4999"):
+        prepared.check_ids(5000)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_chat_template_is_a_file_or_a_text(as_file: bool, tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    data = write(tmp_path / "rows.jsonl", [{"messages": talk}])
+    (tmp_path / "own.jinja").write_text(template, encoding="utf-8")
+    chosen = str(tmp_path / "own.jinja") if as_file else template
+    config = run(tmp_path, data=str(data), chat_template=chosen)
+    assert texts(config) == ["[user]q<|end|>[assistant]a<|end|>"]
+    assert prepare_data(config).folders != prepare_data(run(tmp_path, data=str(data))).folders
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("no-such-file", "neither a template .* nor a file"), ("{% if %}", "the chat template is not Jinja")],
+)
+def test_a_chat_template_that_is_none_is_refused(template: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare_data(run(tmp_path, data=jsonl(tmp_path), chat_template=template))
+
+
+def test_last_answers_and_own_field_names_are_keys(tmp_path: Path) -> None:
+    said = [("u", "q1"), ("a", "a1"), ("u", "q2"), ("a", "a2")]
+    roles = {"u": "user", "a": "assistant"}
+    dialog = [{"speaker": roles[who], "words": text} for who, text in said]
+    data = write(tmp_path / "rows.jsonl", [{"dialog": dialog, "images": ["x.png"]}])
+    source = DatasetConfig(
+        path=str(data),
+        type="messages",
+        fields={"messages": "dialog", "role": "speaker", "content": "words"},
+        ignore_fields=["images"],
+    )
+    tokens = prepare_data(run(tmp_path, datasets=[source], train_on="last")).train
+    learnt = [label for label in tokens[0]["labels"].tolist() if label != -100]
+    assert byte_tokenizer().decode(learnt) == "a2<|end|>"
+
+
+def test_last_answers_and_whole_inputs_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="train_on is last and train_on_inputs is true"):
+        run(tmp_path, train_on="last", train_on_inputs=True)
 
 
 def test_a_damaged_cache_is_an_error(config: TrainConfig) -> None:
