@@ -31,7 +31,8 @@ from multipack.data.columns import (
     read_numbers,
     read_tokens,
 )
-from multipack.data.overlong import DatasetReport, Overlong, apply_overlong, log_report
+from multipack.data.overlong import DatasetReport, Overlong, Usable, apply_overlong, log_report
+from multipack.data.packed_rows import PACKED, Sequences, agree, of_lengths, of_positions
 from multipack.data.sources import Source, from_pickle, open_source, rows_to_table, to_pickle
 from multipack.data.targets import MASKS, WithoutTargets, count_targets
 
@@ -70,6 +71,9 @@ class TokenDataset(Dataset[dict[str, Any]]):
     int64, floats of any width float32 and booleans bool, as `datasets` and `torch.tensor` of Python numbers have them.
     Rows of shape (1, L), as tokenizers return them with `return_tensors`, count as rows of length L.
 
+    Rows that someone packed before are read with their boundaries: `seq_lengths` (a list of the lengths of their sequences) and
+    `position_ids` that begin again at 0 make a sequence of each part, and are no columns of a batch.
+
     Empty rows are left out and counted in `report`. Reading is safe from several threads, and the data set pickles: a
     memory-mapped `datasets.Dataset` as its path, other sources with their data.
 
@@ -100,8 +104,11 @@ class TokenDataset(Dataset[dict[str, Any]]):
         self._wanted = columns
         opened = self._open(source)
         lengths = _read_lengths(self._readers, opened)
-        usable = apply_overlong(lengths, max_length, overlong)
-        self._rows, self._starts, self.lengths, self.report = usable
+        packed = self._packed(lengths, opened)
+        usable = apply_overlong(lengths if packed is None else packed.lengths, max_length, overlong)
+        self._rows, self._starts, self.lengths, self.report = (
+            usable if packed is None else _inside(usable, packed)
+        )
         self._table_rows = _table_rows(self._rows, opened.index_map)
         if without_targets != "keep":
             self._leave_out(self._count_targets(), error=without_targets == "error")
@@ -174,8 +181,39 @@ class TokenDataset(Dataset[dict[str, Any]]):
         opened = open_source(source, self._column, self._wanted)
         self._origin = opened.origin
         self._readers = _read_columns(opened, self._column)
+        self._boundaries = {
+            name: self._readers.tokens.pop(name) for name in PACKED if name in self._readers.tokens
+        }
         self.columns = (*self._readers.tokens, *self._readers.scalars, *self._readers.objects)
         return opened
+
+    def _packed(self, lengths: npt.NDArray[Any], opened: Source) -> Sequences | None:
+        """The sequences inside the rows, where columns say that they were packed before."""
+        if not self._boundaries:
+            return None
+        parts = []
+        for first in range(0, len(lengths), _SEQUENCES_AT_ONCE):
+            tokens = lengths[first : first + _SEQUENCES_AT_ONCE].astype(np.int64)
+            numbers = np.arange(first, first + len(tokens))
+            rows = numbers if opened.index_map is None else opened.index_map[numbers]
+            found = []
+            if "seq_lengths" in self._boundaries:
+                column = self._boundaries["seq_lengths"]
+                counts = _lengths_of(column, rows)
+                values = read(column, Located(rows, None, counts)).numpy()
+                found.append(of_lengths(values, counts, tokens, first))
+            if "position_ids" in self._boundaries:
+                column = self._boundaries["position_ids"]
+                _check_equal_lengths("position_ids", tokens, _lengths_of(column, rows), first)
+                positions = read(column, Located(rows, None, tokens)).numpy()
+                found.append(of_positions(positions, tokens, first))
+            parts.append(agree(found))
+        empty = np.zeros(0, np.int64)
+        return (
+            Sequences(*(np.concatenate([empty, *arrays]) for arrays in zip(*parts, strict=True)))
+            if parts
+            else None
+        )
 
     @property
     def readers(self) -> Columns:
@@ -236,7 +274,9 @@ class TokenDataset(Dataset[dict[str, Any]]):
     def __getstate__(self) -> dict[str, Any]:
         # The readers point into memory of this process; the receiver opens the source again.
         state = {
-            name: value for name, value in self.__dict__.items() if name not in ("_readers", "_table_rows")
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_readers", "_boundaries", "_table_rows")
         }
         return state | {"_origin": to_pickle(self._origin)}
 
@@ -303,6 +343,13 @@ def read(column: NumberColumn, located: Located) -> torch.Tensor:
 def read_scalars(column: NumberColumn, located: Located) -> torch.Tensor:
     """The number of each sequence: shape [number of sequences]."""
     return read(column, Located(located.rows, None, np.ones_like(located.rows)))
+
+
+def _inside(usable: Usable, packed: Sequences) -> Usable:
+    """The usable ones of sequences that lie inside rows."""
+    chosen = slice(None) if usable.rows is None else usable.rows
+    starts = packed.starts[chosen] + (0 if usable.starts is None else usable.starts)
+    return usable._replace(rows=packed.rows[chosen], starts=starts)
 
 
 def _read_columns(source: Source, column: str) -> Columns:

@@ -616,3 +616,64 @@ def test_no_targets_are_an_error_where_asked() -> None:
         TokenDataset(rows, without_targets="error")
     with pytest.raises(ValueError, match="without_targets"):
         TokenDataset(rows, without_targets="ignore")
+
+
+PACKED_ROWS = [
+    {"input_ids": [1, 2, 3, 4, 5], "labels": [1, -100, 3, 4, 5], "seq_lengths": [2, 3], "tag": "a"},
+    {"input_ids": [6], "labels": [6], "seq_lengths": [1], "tag": "b"},
+    {"input_ids": [7, 8, 9], "labels": [7, 8, 9], "seq_lengths": [1, 0, 2], "tag": "c"},
+]
+POSITIONS = [[0, 1, 0, 1, 2], [0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("by", ["seq_lengths", "position_ids", "both"])
+@pytest.mark.parametrize("order", [None, [2, 0]])
+def test_rows_that_were_packed_before_keep_their_boundaries(by, order):
+    rows = [{**row, "position_ids": positions} for row, positions in zip(PACKED_ROWS, POSITIONS, strict=True)]
+    left_out = {"seq_lengths": "position_ids", "position_ids": "seq_lengths", "both": ""}[by]
+    source = datasets.Dataset.from_list([{k: v for k, v in row.items() if k != left_out} for row in rows])
+    expected = [[1, 2], [3, 4, 5], [6], [7], [8, 9]]
+    sequences = TokenDataset(source if order is None else source.select(order))
+    if order is not None:
+        expected = [[7], [8, 9], [1, 2], [3, 4, 5]]
+    assert [sequences[i]["input_ids"].tolist() for i in range(len(sequences))] == expected
+    assert sequences.rows.tolist() == ([0, 0, 1, 2, 2] if order is None else [0, 0, 1, 1])
+    batch = PackedCollator()(sequences.__getitems__(range(2)))
+    assert batch["cu_seq_lens_q"].tolist() == [0, *np.cumsum([len(e) for e in expected[:2]])]
+    again = pickle.loads(pickle.dumps(sequences))
+    assert [again[i]["input_ids"].tolist() for i in range(len(again))] == expected
+    assert again[1]["tag"] == sequences[1]["tag"]
+
+
+def test_packed_sequences_are_cut_and_split_as_rows_are():
+    cut = TokenDataset(PACKED_ROWS[:1], max_length=2, overlong="truncate")
+    assert [cut[i]["input_ids"].tolist() for i in range(len(cut))] == [[1, 2], [3, 4]]
+    split = TokenDataset(PACKED_ROWS[:1], max_length=2, overlong="split")
+    assert [split[i]["input_ids"].tolist() for i in range(len(split))] == [[1, 2], [3, 4], [5]]
+    drop = TokenDataset(PACKED_ROWS[:1], max_length=2, overlong="drop", without_targets="drop")
+    assert len(drop) == 0  # [1, 2] has its only label on its first token
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"seq_lengths": [2]}, "row 1: seq_lengths add up to 2, and the row has 3 tokens"),
+        ({"seq_lengths": [4, -1]}, "row 1: seq_lengths add up to 3, and the row has 3 tokens"),
+        (
+            {"position_ids": [0, 2, 3]},
+            "row 1: position_ids have 2 at token 1; they must begin at 0 and count on",
+        ),
+        ({"position_ids": [1, 2, 3]}, "row 1: position_ids have 1 at token 0"),
+        ({"position_ids": [0, 1]}, "row 1 has 3 tokens but 2 values of 'position_ids'"),
+        ({"position_ids": [0, 1, 0], "seq_lengths": [3]}, "boundaries of sequences in different places"),
+    ],
+)
+def test_boundaries_that_contradict_the_tokens_are_named(more, message):
+    right = {"seq_lengths": [1, 2], "position_ids": [0, 0, 1]}
+    rows = [
+        {"input_ids": [1, 2, 3], **{name: right[name] for name in more}},
+        {"input_ids": [4, 5, 6], **more},
+    ]
+    with pytest.raises(ValueError, match=message):
+        TokenDataset(rows)
+    assert len(TokenDataset(rows, columns=[])) == 2

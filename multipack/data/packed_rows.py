@@ -1,0 +1,106 @@
+"""The sequences of rows that someone else packed: where each begins and how long it is.
+
+>>> of_lengths(np.array([2, 3]), np.array([2]), np.array([5]), 0)     # one row of 5 tokens, seq_lengths [2, 3]
+rows    0 0
+starts  0 2
+lengths 2 3
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+PACKED = ("seq_lengths", "position_ids")
+"""Columns that say where the sequences of a row begin: their lengths, or positions that begin again at 0."""
+
+Ints = npt.NDArray[np.int64]
+
+
+class Sequences(NamedTuple):
+    """Sequences in rows: int64 arrays, one number a sequence."""
+
+    rows: Ints
+    starts: Ints
+    """First token in the row."""
+    lengths: Ints
+
+
+def of_lengths(values: Ints, counts: Ints, row_lengths: Ints, first_row: int) -> Sequences:
+    """Sequences by `seq_lengths`.
+
+    Args:
+        values: the lengths of all rows, one after the other, shape [sum of counts].
+        counts: how many of them each row has, shape [num_rows].
+        row_lengths: tokens of each row, shape [num_rows].
+        first_row: number of the first row, for messages.
+
+    Raises:
+        ValueError: the lengths of a row do not add up to its tokens; names the row.
+    """
+    ends = np.cumsum(counts)
+    total = np.concatenate(([0], np.cumsum(values)))
+    sums = total[ends] - total[ends - counts]
+    wrong = np.flatnonzero((sums != row_lengths) | _any_negative(values, ends, counts))
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"row {first_row + row}: seq_lengths add up to {sums[row]}, and the row has {row_lengths[row]} tokens, so its sequences "
+            "cannot be told apart. Repair the rows, or leave the column out by `columns`."
+        )
+    rows = np.repeat(np.arange(len(counts)), counts)
+    starts = total[:-1] - total[(ends - counts)[rows]]
+    kept = values > 0
+    return Sequences(first_row + rows[kept], starts[kept], values[kept])
+
+
+def of_positions(positions: Ints, row_lengths: Ints, first_row: int) -> Sequences:
+    """Sequences by `position_ids`: each begins where the position is 0.
+
+    Args:
+        positions: of all tokens of all rows, shape [sum of row_lengths].
+        row_lengths: tokens of each row, shape [num_rows].
+        first_row: number of the first row, for messages.
+
+    Raises:
+        ValueError: a row does not begin at 0, or positions neither count on nor begin again; names the row.
+    """
+    ends = np.cumsum(row_lengths)
+    begins = np.zeros(len(positions), np.bool_)
+    begins[(ends - row_lengths)[row_lengths > 0]] = True
+    counted = np.empty(len(positions), np.bool_)
+    counted[1:] = positions[1:] == positions[:-1] + 1
+    wrong = np.flatnonzero((positions != 0) & (begins | ~counted))
+    if len(wrong):
+        row = int(np.searchsorted(ends, wrong[0], side="right"))
+        raise ValueError(
+            f"row {first_row + row}: position_ids have {positions[wrong[0]]} at token {wrong[0] - (ends - row_lengths)[row]}; they "
+            "must begin at 0 and count on, or begin again at 0. Repair the rows, or leave the column out by `columns`."
+        )
+    places = np.flatnonzero(positions == 0)
+    rows = np.searchsorted(ends, places, side="right")
+    stops = np.append(places[1:], len(positions))
+    return Sequences(first_row + rows, places - (ends - row_lengths)[rows], stops - places)
+
+
+def agree(found: list[Sequences]) -> Sequences:
+    """The sequences that all columns say.
+
+    Raises:
+        ValueError: they differ.
+    """
+    first, *others = found
+    for other in others:
+        if not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True)):
+            raise ValueError(
+                f"{' and '.join(PACKED)} put the boundaries of sequences in different places. Leave one of them out by `columns`."
+            )
+    return first
+
+
+def _any_negative(values: Ints, ends: Ints, counts: Ints) -> npt.NDArray[np.bool_]:
+    """Rows with a negative number among their values."""
+    negative = np.concatenate(([0], np.cumsum(values < 0)))
+    return negative[ends] != negative[ends - counts]
