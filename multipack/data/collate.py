@@ -17,7 +17,8 @@ import torch
 from multipack import _core
 from multipack.arguments import check_choice, whole_number
 from multipack.data.columns import Columns, NumberColumn
-from multipack.data.dataset import Located, Selection, TokenDataset, read, read_scalars
+from multipack.data.dataset import Selection, TokenDataset
+from multipack.data.reading import Located, read, read_scalars
 from multipack.data.targets import MASKS
 
 Batch = dict[str, Any]

@@ -10,19 +10,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, SupportsIndex, get_args, overload
+from typing import Any, SupportsIndex, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import torch
 from torch.utils.data import Dataset
 
-from multipack import _core
 from multipack.arguments import check_choice
 from multipack.data.columns import (
     Columns,
-    NumberColumn,
     is_list_view,
     is_number,
     is_tokens,
@@ -32,22 +29,12 @@ from multipack.data.columns import (
     read_tokens,
 )
 from multipack.data.overlong import DatasetReport, Overlong, Usable, apply_overlong, log_report
-from multipack.data.packed_rows import PACKED, Sequences, agree, of_lengths, of_positions
+from multipack.data.packed_rows import PACKED, Sequences, packed_sequences
+from multipack.data.reading import Located, check_equal_lengths, lengths_of, read, read_scalars
 from multipack.data.sources import Source, from_pickle, open_source, rows_to_table, to_pickle
-from multipack.data.targets import MASKS, WithoutTargets, count_targets
+from multipack.data.targets import WithoutTargets, targets_of
 
 _ROWS_AT_ONCE = 1 << 20
-_SEQUENCES_AT_ONCE = 4096
-
-
-class Located(NamedTuple):
-    """Where the sequences of a selection are: int64 arrays, one number a sequence."""
-
-    rows: npt.NDArray[np.int64]
-    """Row of the table."""
-    starts: npt.NDArray[np.int64] | None
-    """First token of the row that belongs to the sequence; None: 0 everywhere."""
-    lengths: npt.NDArray[np.int64]
 
 
 class TokenDataset(Dataset[dict[str, Any]]):
@@ -104,14 +91,16 @@ class TokenDataset(Dataset[dict[str, Any]]):
         self._wanted = columns
         opened = self._open(source)
         lengths = _read_lengths(self._readers, opened)
-        packed = self._packed(lengths, opened)
+        packed = packed_sequences(self._boundaries, lengths, opened.index_map)
         usable = apply_overlong(lengths if packed is None else packed.lengths, max_length, overlong)
         self._rows, self._starts, self.lengths, self.report = (
             usable if packed is None else _inside(usable, packed)
         )
         self._table_rows = _table_rows(self._rows, opened.index_map)
         if without_targets != "keep":
-            self._leave_out(self._count_targets(), error=without_targets == "error")
+            self._leave_out(
+                targets_of(self._readers, self.locate(np.arange(len(self)))), error=without_targets == "error"
+            )
             self._table_rows = _table_rows(self._rows, opened.index_map)
         log_report(self.report, overlong, max_length)
 
@@ -135,23 +124,6 @@ class TokenDataset(Dataset[dict[str, Any]]):
             columns=columns,
             without_targets=without_targets,
         )
-
-    def _count_targets(self) -> npt.NDArray[np.int64]:
-        """Targets of each usable sequence: a pass over the labels, else over the masks."""
-        counts = np.zeros(len(self), np.int64)
-        if "labels" in self._readers.scalars:
-            return counts + 1
-        labels = self._readers.tokens.get("labels")
-        masks = [] if labels else [column for name, column in self._readers.tokens.items() if name in MASKS]
-        for first in range(0, len(self), _SEQUENCES_AT_ONCE):
-            ids = np.arange(first, min(first + _SEQUENCES_AT_ONCE, len(self)))
-            located = self.locate(ids)
-            counts[ids] = count_targets(
-                None if labels is None else read(labels, located).numpy(),
-                [read(mask, located).numpy() for mask in masks],
-                located.lengths,
-            )
-        return counts
 
     def _leave_out(self, targets: npt.NDArray[np.int64], *, error: bool) -> None:
         """Keep the sequences with a target, and say in the report how many had none."""
@@ -186,34 +158,6 @@ class TokenDataset(Dataset[dict[str, Any]]):
         }
         self.columns = (*self._readers.tokens, *self._readers.scalars, *self._readers.objects)
         return opened
-
-    def _packed(self, lengths: npt.NDArray[Any], opened: Source) -> Sequences | None:
-        """The sequences inside the rows, where columns say that they were packed before."""
-        if not self._boundaries:
-            return None
-        parts = []
-        for first in range(0, len(lengths), _SEQUENCES_AT_ONCE):
-            tokens = lengths[first : first + _SEQUENCES_AT_ONCE].astype(np.int64)
-            numbers = np.arange(first, first + len(tokens))
-            rows = numbers if opened.index_map is None else opened.index_map[numbers]
-            found = []
-            if "seq_lengths" in self._boundaries:
-                column = self._boundaries["seq_lengths"]
-                counts = _lengths_of(column, rows)
-                values = read(column, Located(rows, None, counts)).numpy()
-                found.append(of_lengths(values, counts, tokens, first))
-            if "position_ids" in self._boundaries:
-                column = self._boundaries["position_ids"]
-                _check_equal_lengths("position_ids", tokens, _lengths_of(column, rows), first)
-                positions = read(column, Located(rows, None, tokens)).numpy()
-                found.append(of_positions(positions, tokens, first))
-            parts.append(agree(found))
-        empty = np.zeros(0, np.int64)
-        return (
-            Sequences(*(np.concatenate([empty, *arrays]) for arrays in zip(*parts, strict=True)))
-            if parts
-            else None
-        )
 
     @property
     def readers(self) -> Columns:
@@ -329,22 +273,6 @@ class Selection(Sequence[dict[str, Any]]):
         return self.dataset[self.ids[index]]
 
 
-def read(column: NumberColumn, located: Located) -> torch.Tensor:
-    """The tokens of all sequences, one after the other: shape [sum of lengths]."""
-    ends = np.cumsum(located.lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    out = torch.empty(total, dtype=column.dtype)
-    gather = _core.Gather(located.rows, located.starts, located.lengths, ends - located.lengths, total)
-    gather.tokens(column.reader, out.numpy(), 0)
-    gather.run()
-    return out
-
-
-def read_scalars(column: NumberColumn, located: Located) -> torch.Tensor:
-    """The number of each sequence: shape [number of sequences]."""
-    return read(column, Located(located.rows, None, np.ones_like(located.rows)))
-
-
 def _inside(usable: Usable, packed: Sequences) -> Usable:
     """The usable ones of sequences that lie inside rows."""
     chosen = slice(None) if usable.rows is None else usable.rows
@@ -399,31 +327,13 @@ def _read_lengths(columns: Columns, source: Source) -> npt.NDArray[Any]:
     for first in range(0, source.num_rows, _ROWS_AT_ONCE):
         last = min(first + _ROWS_AT_ONCE, source.num_rows)
         rows = np.arange(first, last) if source.index_map is None else source.index_map[first:last]
-        block = _lengths_of(columns.tokens["input_ids"], rows)
+        block = lengths_of(columns.tokens["input_ids"], rows)
         for name, column in columns.tokens.items():
             if name != "input_ids":
-                _check_equal_lengths(name, block, _lengths_of(column, rows), first)
+                check_equal_lengths(name, block, lengths_of(column, rows), first)
         lengths = _widen(lengths, int(block.max()))
         lengths[first:last] = block
     return lengths
-
-
-def _lengths_of(column: NumberColumn, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    lengths = np.empty(len(rows), np.int64)
-    column.reader.lengths(rows, lengths)
-    return lengths
-
-
-def _check_equal_lengths(
-    name: str, expected: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], first_row: int
-) -> None:
-    wrong = np.flatnonzero(expected != lengths)
-    if len(wrong):
-        row = wrong[0]
-        raise ValueError(
-            f"row {first_row + row} has {expected[row]} tokens but {lengths[row]} values of {name!r}: token columns need "
-            "one value a token. Repair the rows, or leave the column out by `columns`."
-        )
 
 
 def _widen(lengths: npt.NDArray[Any], longest: int) -> npt.NDArray[Any]:

@@ -8,13 +8,19 @@ lengths 2 3
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from multipack.data.columns import NumberColumn
+from multipack.data.reading import Located, check_equal_lengths, lengths_of, read
+
 PACKED = ("seq_lengths", "position_ids")
 """Columns that say where the sequences of a row begin: their lengths, or positions that begin again at 0."""
+
+_ROWS_AT_ONCE = 4096
 
 Ints = npt.NDArray[np.int64]
 
@@ -26,6 +32,39 @@ class Sequences(NamedTuple):
     starts: Ints
     """First token in the row."""
     lengths: Ints
+
+
+def packed_sequences(
+    boundaries: Mapping[str, NumberColumn], lengths: npt.NDArray[Any], index_map: Ints | None
+) -> Sequences | None:
+    """The sequences inside all rows of a source; None: no column says that there are any.
+
+    Args:
+        boundaries: those of `PACKED` that the source has.
+        lengths: tokens of each row, shape [num_rows].
+        index_map: the table row of each row; None: row i is table row i.
+
+    Raises:
+        ValueError: boundaries contradict the tokens or each other; names the row.
+    """
+    if not boundaries:
+        return None
+    parts = [Sequences(*(np.zeros(0, np.int64) for _ in range(3)))]
+    for first in range(0, len(lengths), _ROWS_AT_ONCE):
+        tokens = lengths[first : first + _ROWS_AT_ONCE].astype(np.int64)
+        numbers = np.arange(first, first + len(tokens))
+        rows = numbers if index_map is None else index_map[numbers]
+        found = []
+        if "seq_lengths" in boundaries:
+            column = boundaries["seq_lengths"]
+            counts = lengths_of(column, rows)
+            found.append(of_lengths(read(column, Located(rows, None, counts)).numpy(), counts, tokens, first))
+        if "position_ids" in boundaries:
+            column = boundaries["position_ids"]
+            check_equal_lengths("position_ids", tokens, lengths_of(column, rows), first)
+            found.append(of_positions(read(column, Located(rows, None, tokens)).numpy(), tokens, first))
+        parts.append(agree(found))
+    return Sequences(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def of_lengths(values: Ints, counts: Ints, row_lengths: Ints, first_row: int) -> Sequences:
@@ -103,4 +142,5 @@ def agree(found: list[Sequences]) -> Sequences:
 def _any_negative(values: Ints, ends: Ints, counts: Ints) -> npt.NDArray[np.bool_]:
     """Rows with a negative number among their values."""
     negative = np.concatenate(([0], np.cumsum(values < 0)))
-    return negative[ends] != negative[ends - counts]
+    differs: npt.NDArray[np.bool_] = negative[ends] != negative[ends - counts]
+    return differs

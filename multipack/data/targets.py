@@ -11,12 +11,36 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from multipack.data.columns import Columns
+from multipack.data.reading import Located, read
+
 IGNORE_INDEX = -100
 """Label of a token that is no target, as in torch's cross-entropy."""
 MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask")
 """Columns of one number a token that is zero where the token is no target."""
 
 WithoutTargets = Literal["keep", "drop", "error"]
+
+_SEQUENCES_AT_ONCE = 4096
+
+
+def targets_of(columns: Columns, located: Located) -> npt.NDArray[np.int64]:
+    """Targets of each of these sequences, int64: a pass over the labels, else over the masks. A label a sequence is one target."""
+    counts = np.zeros(len(located.lengths), np.int64)
+    if "labels" in columns.scalars:
+        return counts + 1
+    labels = columns.tokens.get("labels")
+    masks = [] if labels else [column for name, column in columns.tokens.items() if name in MASKS]
+    for first in range(0, len(counts), _SEQUENCES_AT_ONCE):
+        here = slice(first, first + _SEQUENCES_AT_ONCE)
+        starts = None if located.starts is None else located.starts[here]
+        block = Located(located.rows[here], starts, located.lengths[here])
+        counts[here] = count_targets(
+            None if labels is None else read(labels, block).numpy(),
+            [read(mask, block).numpy() for mask in masks],
+            block.lengths,
+        )
+    return counts
 
 
 def count_targets(

@@ -359,8 +359,8 @@ def test_targets_that_are_not_one_a_token_are_refused(collator, name, values):
 
 
 def test_columns_made_here_are_refused():
-    with pytest.raises(ValueError, match="makes \\['position_ids'\\] itself"):
-        collate(PackedCollator(), [{"input_ids": [1], "position_ids": [0]}])
+    with pytest.raises(ValueError, match="makes \\['seq_idx'\\] itself"):
+        collate(PackedCollator(), [{"input_ids": [1], "seq_idx": [0]}])
 
 
 def test_rows_of_mixed_integer_types_keep_their_values():
