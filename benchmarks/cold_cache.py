@@ -3,7 +3,7 @@
     python -m benchmarks.cold_cache
 
 The rows (600 MB) are written, flushed, and dropped from the page cache. Rows of a batch lie all over the files, as a shuffled epoch
-reads them. `read MB` is what came from the disk during the loop: a row of zero means that the system kept the files after all.
+reads them. `read` is what came from the disk during the loop: zero in the first row means that the system kept the files after all.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import os
 from pathlib import Path
 
 from benchmarks.loading_rivals import Workload, our_loader, workload
-from benchmarks.test_overlap_speed import SLEEP_STEPS, run, sleep
+from benchmarks.probes import sleep
+from benchmarks.record import record
+from benchmarks.test_overlap_speed import run
 
-LOOPS = ("cold page cache", "warm page cache, the same rows", "warm page cache, again")
+STEPS = 100
 
 
 def drop_from_page_cache(data: Workload) -> None:
@@ -33,15 +35,15 @@ def read_bytes() -> int:
 
 
 def main() -> None:
-    print("| 20 ms sleep, beside our loader | wait ms | wait share | read MB |\n|---|---|---|---|")
+    table = "20 ms sleep beside our loader, by page cache"
     with workload(150_000) as data:
         drop_from_page_cache(data)
-        for name in LOOPS:
+        for row in ("cold page cache", "warm page cache, the same rows", "warm page cache, again"):
             before = read_bytes()
-            step = run(our_loader, data, sleep, SLEEP_STEPS)
-            print(
-                f"| {name} | {step.wait_ms:.3f} | {step.wait_share:.2%} | {(read_bytes() - before) / 1e6:.0f} |"
-            )
+            step = run(our_loader, data, sleep, STEPS)
+            record(table, row, "waiting", 100 * step.wait_ms / step.ms, "%")
+            record(table, row, "wait", step.wait_ms, "ms")
+            record(table, row, "read", (read_bytes() - before) / 1e6, "MB")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from benchmarks.record import record
+from benchmarks.timing import over
 from multipack import DataLoader
 
 BATCH_TOKENS = 2 * 1024 * 1024  # int64: 16 MB
@@ -27,6 +29,7 @@ STEPS = 50
 STEP_S = 0.020
 LATE_S = 0.005
 CHECKED_BATCHES = 400
+ALONE = "alone (batch stays on the device)"
 
 
 class Counted(Dataset[torch.Tensor]):
@@ -88,17 +91,18 @@ def overlap(device: torch.device) -> bool:
             yield batch.to(device)
 
     ways: dict[str, Callable[[], Iterable[Any]]] = {
-        "alone (batch stays on the device)": lambda: itertools.repeat(resident),
+        ALONE: lambda: itertools.repeat(resident),
         "copied by the loop": copied_by_the_loop,
         "DataLoader(device=...)": lambda: DataLoader(rows, batch_size=None, num_workers=4, device=device),
     }
-    times = {name: [step_ms(make(), step) for _ in range(3)] for name, make in ways.items()}
-    alone = statistics.median(times["alone (batch stays on the device)"])
-    print("| loader | ms a step | x alone | smallest to largest |\n|---|---|---|---|")
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(3):
+        for name, make in ways.items():
+            times[name].append(step_ms(make(), step))
     for name, values in times.items():
-        middle = statistics.median(values)
-        print(f"| {name} | {middle:.2f} | {middle / alone:.3f} | {min(values):.2f} to {max(values):.2f} |")
-    return statistics.median(times["DataLoader(device=...)"]) <= 1.02 * alone
+        record("a step on the GPU", name, "over alone", over(values, times[ALONE]), "x")
+        record("a step on the GPU", name, "time", values, "ms")
+    return statistics.median(over(times["DataLoader(device=...)"], times[ALONE])) <= 1.02
 
 
 def arrives_whole(device: torch.device) -> bool:
@@ -117,10 +121,10 @@ def arrives_whole(device: torch.device) -> bool:
         wrong += (batch != number).sum()
         del batch
     torch.accelerator.synchronize()
+    row = f"{CHECKED_BATCHES} of 8 MB"
     held = torch.get_device_module(device).memory_reserved() / 1e6
-    print(
-        f"{CHECKED_BATCHES} batches of 8 MB read late: {int(wrong)} wrong values, {held:.0f} MB of device memory reserved"
-    )
+    record("batches read late on the GPU", row, "wrong values", int(wrong))
+    record("batches read late on the GPU", row, "device memory reserved", held, "MB")
     return int(wrong) == 0
 
 
@@ -133,9 +137,7 @@ def main() -> int:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-    print(f"torch {torch.__version__}, {torch.get_device_module(device).get_device_name(device)}")
     results = [overlap(device), arrives_whole(device)]
-    print("overlap: " + ("yes" if results[0] else "NO") + ", batches: " + ("whole" if results[1] else "TORN"))
     return 0 if all(results) else 1
 
 

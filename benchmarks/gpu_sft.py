@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.real_lengths import LENGTH_QUANTILES
-from benchmarks.throughput import report
+from benchmarks.record import record
+from benchmarks.throughput import record_cells
 from benchmarks.throughput_cells import run
 from benchmarks.throughput_settings import Settings
 from multipack import PackedCollator, PaddedCollator, TokenDataset
@@ -87,14 +88,14 @@ def main() -> int:
     )
     with process_group() as device:
         packed, padded = logit_errors(device, TINY_LLAMA_1B | {"num_hidden_layers": 2})
-        print(
-            f"Logits in bfloat16, off those of padded rows in float32: packed {packed:.2%}, padded {padded:.2%}.\n"
-        )
+        table = "logits in bfloat16, off those of padded rows in float32"
+        record(table, "packed rows", "error", 100 * packed, "%")
+        record(table, "padded rows", "error", 100 * padded, "%")
         if not packed <= 1.5 * padded:
             print("Packed rows give other logits: nothing was measured.", file=sys.stderr)
             return 1
         cells = run(settings, device)
-    print(report(cells, settings, ranks=1))
+    record_cells(cells, settings)
     return 0
 
 

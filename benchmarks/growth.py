@@ -1,10 +1,9 @@
 """How cost grows: with the number of sequences, with the capacity of a bin, with the number of ranks.
 
-    taskset -c 1 python -m benchmarks.growth                # all tables, about a minute and a half
-    taskset -c 1 python -m benchmarks.growth --tables ranks # one of them
+    taskset -c 1 python -m benchmarks.growth               # everything, about a minute and a half
+    taskset -c 1 python -m benchmarks.growth --parts ranks # one of the parts
 
-Times are the best of the rounds (`--rounds`, 3). A packer is left out (-) where the
-time of the size before lets expect more than five seconds.
+A rival's packer gets one round, and is left out where the time of the size before lets expect more than five seconds.
 """
 
 from __future__ import annotations
@@ -29,28 +28,29 @@ from benchmarks.packing_rivals import (
     ours,
     trl,
 )
-from benchmarks.planning import seconds
-from benchmarks.report.tables import markdown_table, short
+from benchmarks.record import record
+from benchmarks.timing import times
 from multipack import DistributedBatchSampler, EpochPlan, MultipackBatchSampler
-from multipack.order.balance import batch_cost, deal
+from multipack.order.balance import BalanceMode, batch_cost, deal
 
 SIZES = (10**4, 10**5, 10**6, 10**7)
 CAPACITIES = (4096, 16_384, 65_536, 262_144, 1_048_576)
 RANKS = (1, 8, 64, 512, 4096)
 LIMIT_S = 5.0
+MODES: tuple[BalanceMode, ...] = ("none", "micro_step", "step")
 
 
-def nanoseconds(name: str, packer: Count, lengths: Lengths, capacity: int, rounds: int) -> float:
-    """Best time a sequence; the answers are checked."""
+def nanoseconds(name: str, packer: Count, lengths: Lengths, capacity: int, rounds: int) -> list[float]:
+    """Time a sequence of each round; the answers are checked."""
     counts: set[int] = set()
-    best, _ = seconds(lambda: counts.add(packer(lengths, capacity)), rounds)
+    seconds = times(lambda: counts.add(packer(lengths, capacity)), rounds)
     for bins in counts:
         assert_bins(name, bins, lengths, capacity)
-    return 1e9 * best / len(lengths)
+    return [1e9 * run / len(lengths) for run in seconds]
 
 
 def sequences(rounds: int) -> None:
-    """Packing as the number of sequences grows: ns a sequence, log-normal lengths, capacity 4096."""
+    """Packing as the number of sequences grows: log-normal lengths, capacity 4096."""
     packers: dict[str, Count] = {
         **{f"multipack {method}": ours(method) for method in ("stream", "auto", "best_fit_decreasing")},
         **{f"lightbinpack {method}": lightbinpack(method) for method in ("obfd", "ffd")},
@@ -59,49 +59,36 @@ def sequences(rounds: int) -> None:
         "binpacking": binpacking,
     }
     numba_first_fit_decreasing(lognormal(100), 4096)  # compiles
-    slow: set[str] = set()
-    rows = []
     for size in SIZES:
         lengths = lognormal(size)
-        row = [f"{size:,}"]
-        for name, packer in packers.items():
-            if name in slow:
-                row.append("-")
-                continue
+        for name, packer in list(packers.items()):
             ns = nanoseconds(name, packer, lengths, 4096, rounds if name.startswith("multipack") else 1)
-            row.append(f"{ns:.1f}")
+            record("packing by number of sequences", f"{size:,}", name, ns, "ns a sequence")
             growth = 100 if name == "binpacking" else 10  # it looks at every open bin
-            if 1e-9 * ns * size * growth > LIMIT_S:
-                slow.add(name)
-        rows.append(row)
-    print(markdown_table(["sequences", *packers], rows))
+            if 1e-9 * min(ns) * size * growth > LIMIT_S:
+                del packers[name]
 
 
 def workloads(rounds: int) -> None:
-    """`auto` as the number of sequences grows, by workload: ns a sequence."""
-    rows = []
+    """`auto` as the number of sequences grows, by workload."""
     for size in SIZES:
-        row = [f"{size:,}"]
-        for make, capacity in WORKLOADS.values():
+        for name, (make, capacity) in WORKLOADS.items():
             ns = nanoseconds("multipack auto", ours("auto"), make(size, capacity), capacity, rounds)
-            row.append(f"{ns:.1f}")
-        rows.append(row)
-    print(markdown_table(["sequences", *WORKLOADS], rows))
+            record("auto by workload", f"{size:,}", name, ns, "ns a sequence")
 
 
 def capacities(rounds: int) -> None:
-    """Packing as the capacity grows: ns a sequence, 10^6 log-normal lengths."""
+    """Packing as the capacity grows: 10^6 log-normal lengths."""
     packers = {
         "multipack stream": ours("stream"),
         "multipack best_fit_decreasing": ours("best_fit_decreasing"),
         "lightbinpack obfd": lightbinpack("obfd"),
     }
     lengths = lognormal(10**6)
-    rows = []
     for capacity in CAPACITIES:
-        times = (nanoseconds(name, packer, lengths, capacity, rounds) for name, packer in packers.items())
-        rows.append([f"{capacity:,}", *(f"{ns:.1f}" for ns in times)])
-    print(markdown_table(["capacity", *packers], rows))
+        for name, packer in packers.items():
+            ns = nanoseconds(name, packer, lengths, capacity, rounds)
+            record("packing by capacity, 1,000,000 sequences", f"{capacity:,}", name, ns, "ns a sequence")
 
 
 PLAN = """
@@ -133,90 +120,61 @@ print(json.dumps({"first_ms": 1e3 * (first - started), "length_ms": 1e3 * (ended
 """
 
 
-def plan_in_fresh_process(num_rows: int, who: str, rounds: int) -> dict[str, float]:
-    """Medians over processes of one plan each."""
-    runs = []
-    for _ in range(rounds):
-        command = [sys.executable, "-c", PLAN, str(num_rows), who]
-        runs.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-    return {name: float(np.median([run[name] for run in runs])) for name in runs[0]}
+def plan_in_fresh_process(num_rows: int, who: str, rounds: int) -> dict[str, list[float]]:
+    """What processes of one plan each say."""
+    command = [sys.executable, "-c", PLAN, str(num_rows), who]
+    runs = [
+        json.loads(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(rounds)
+    ]
+    return {name: [run[name] for run in runs] for name in runs[0]}
 
 
 def plans(rounds: int) -> None:
     """Planning an epoch as the number of rows grows: rank 3 of 8, beside torch's samplers, which only shuffle."""
-    rows = []
+    table = "planning an epoch by number of rows"
     for size in SIZES:
+        row = f"{size:,}"
         mine = plan_in_fresh_process(size, "multipack", rounds)
         theirs = plan_in_fresh_process(size, "torch", rounds)
         plan = EpochPlan(lognormal(size).astype(np.uint16), 4096)
         places = np.random.default_rng(0).integers(0, len(plan), 20).tolist()
-        seek_ms = 1e3 * np.median([seconds(partial(plan.bins, place, place + 1), 1)[0] for place in places])
-        rows.append(
-            [
-                f"{size:,}",
-                short(mine["first_ms"]),
-                short(mine["length_ms"]),
-                short(float(seek_ms)),
-                f"{mine['bytes_a_row']:.1f}",
-                short(theirs["first_ms"]),
-                f"{theirs['bytes_a_row']:.1f}",
-            ]
-        )
-    columns = [
-        "rows",
-        "first batch ms",
-        "exact length ms more",
-        "batch at a random place ms",
-        "bytes a row",
-        "torch DistributedSampler: first batch ms",
-        "torch DistributedSampler: bytes a row",
-    ]
-    print(markdown_table(columns, rows))
+        seek_ms = [1e3 * times(partial(plan.bins, place, place + 1), 1)[0] for place in places]
+        record(table, row, "first batch", mine["first_ms"], "ms")
+        record(table, row, "exact length, more", mine["length_ms"], "ms")
+        record(table, row, "any batch by its place", seek_ms, "ms")
+        record(table, row, "memory", mine["bytes_a_row"], "bytes a row")
+        record(table, row, "torch DistributedSampler: first batch", theirs["first_ms"], "ms")
+        record(table, row, "torch DistributedSampler: memory", theirs["bytes_a_row"], "bytes a row")
 
 
 def ranks(rounds: int) -> None:
-    """Dealing as the number of ranks grows: 10^6 log-normal rows, capacity 4096, accumulate 4; heavy tail for the dealing of a step."""
+    """Dealing as the number of ranks grows: 10^6 log-normal rows, capacity 4096, accumulate 4; a step of heavy-tailed bins."""
     lengths = lognormal(10**6)
     costs = batch_cost(*EpochPlan(heavy_tail(10**6), 32768).costs(0, 40_000))
-    rows = []
-    for num_replicas in RANKS:
 
-        def first_batch(mode: Any, num_replicas: int = num_replicas) -> Callable[[], Any]:
-            def run() -> Any:
-                source = MultipackBatchSampler(lengths, 4096)
-                sampler = DistributedBatchSampler(
-                    source, num_replicas=num_replicas, rank=num_replicas - 1, accumulate=4, balance=mode
-                )
-                return next(sampler.read())
-
-            return run
-
-        step = costs[: num_replicas * 4]
-        rows.append(
-            [
-                f"{num_replicas:,}",
-                *(
-                    f"{1e3 * seconds(first_batch(mode), rounds)[0]:.2f}"
-                    for mode in ("none", "micro_step", "step")
-                ),
-                *(
-                    f"{1e3 * seconds(partial(deal, step, num_replicas, mode), rounds)[0]:.3f}"
-                    for mode in ("micro_step", "step")
-                ),
-            ]
+    def first_batch(mode: Any, num_replicas: int) -> Any:
+        sampler = DistributedBatchSampler(
+            MultipackBatchSampler(lengths, 4096),
+            num_replicas=num_replicas,
+            rank=num_replicas - 1,
+            accumulate=4,
+            balance=mode,
         )
-    columns = [
-        "ranks",
-        "first batch ms, in turn",
-        "first batch ms, sorted",
-        "first batch ms, lpt",
-        "sorted, ms a step",
-        "lpt, ms a step",
-    ]
-    print(markdown_table(columns, rows))
+        return next(iter(sampler))
+
+    for num_replicas in RANKS:
+        row, step = f"{num_replicas:,}", costs[: num_replicas * 4]
+        for mode in MODES:
+            seconds = times(partial(first_batch, mode, num_replicas), rounds)
+            record(
+                "dealing by number of ranks", row, f"first batch, {mode}", [1e3 * s for s in seconds], "ms"
+            )
+        for mode in MODES[1:]:
+            seconds = times(partial(deal, step, num_replicas, mode), rounds)
+            record("dealing by number of ranks", row, f"a step, {mode}", [1e3 * s for s in seconds], "ms")
 
 
-TABLES: dict[str, Callable[[int], None]] = {
+PARTS: dict[str, Callable[[int], None]] = {
     "sequences": sequences,
     "workloads": workloads,
     "capacities": capacities,
@@ -229,12 +187,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    for name in arguments.tables:
-        print(f"\n### {(TABLES[name].__doc__ or '').splitlines()[0]}\n")
-        TABLES[name](arguments.rounds)
+    for name in arguments.parts:
+        PARTS[name](arguments.rounds)
 
 
 if __name__ == "__main__":

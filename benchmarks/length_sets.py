@@ -82,9 +82,18 @@ REAL: dict[str, Workload] = {
 WORKLOADS = MADE | REAL
 
 
+def shared(name: str) -> Path:
+    """A folder of lengths or instances beside the checkout."""
+    if not SHARED.is_dir():
+        raise FileNotFoundError(
+            f"no folder {SHARED.name} beside the checkout, whose {name} this benchmark measures."
+        )
+    return SHARED / "data" / name
+
+
 def real_sets(capacity: int) -> Iterator[tuple[str, Lengths]]:
     """Every real set of lengths in random order; rows above the capacity are left out. Histograms are no sets of rows."""
-    for path in sorted((SHARED / "data" / "lengths").glob("*.npy")):
+    for path in sorted(shared("lengths").glob("*.npy")):
         if path.stem.startswith("hist_"):
             continue
         lengths = np.load(path).astype(np.int64)
@@ -94,7 +103,7 @@ def real_sets(capacity: int) -> Iterator[tuple[str, Lengths]]:
 
 def bin_packing_instances(family: str) -> list[dict[str, Any]]:
     """Instances of a family with a proved optimum (key `upper`), items in random order."""
-    path = SHARED / "data" / "binpacking" / "bpp_instances.jsonl.gz"
+    path = shared("binpacking") / "bpp_instances.jsonl.gz"
     with gzip.open(path, "rt") as lines:
         instances = [json.loads(line) for line in lines]
     chosen = [instance for instance in instances if instance["set"] == family and instance["proved"]]

@@ -40,7 +40,7 @@ def workload(num_rows: int) -> Iterator[Workload]:
         rows = saved_dataset(Path(folder) / "rows", num_rows)
         dataset = TokenDataset(rows)
         sampler = MultipackBatchSampler(dataset.lengths, CAPACITY)
-        yield Workload(rows, rows.with_format("torch"), dataset, [list(ids) for ids in sampler.read()])
+        yield Workload(rows, rows.with_format("torch"), dataset, [list(ids) for ids in sampler])
 
 
 def torch_loader(data: Workload, *, workers: int, tensors: bool = False) -> Iterator[Any]:

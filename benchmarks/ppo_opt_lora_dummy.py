@@ -1,6 +1,6 @@
 """PPO on OPT shapes with LoRA, random weights and random prompts: the benchmark of the PPO history (HISTORY in docs/semantics_ppo.md).
 
-    torchrun --standalone --nproc_per_node 8 benchmarks/ppo_opt_lora_dummy.py --num_collect_steps 1 --use_kernels \\
+    torchrun --standalone --nproc_per_node 8 -m benchmarks.ppo_opt_lora_dummy --num_collect_steps 1 --use_kernels \\
         --strategy colossalai_zero2 --experience_batch_size 64 --train_batch_size 8 --model 1.3b
 
 It takes the history's options with their documented meanings: `--experience_batch_size` counts all ranks, `--train_batch_size` one rank.
@@ -18,7 +18,6 @@ in the place of `--critic_model`, and bfloat16 by default on GPUs.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,11 +27,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
-from ppo_comparisons import EitherWay, compare_generation, compare_updates
 from transformers import OPTConfig
 
-import multipack
+from benchmarks.ppo_comparisons import EitherWay, compare_generation, compare_updates
+from benchmarks.record import record
 from multipack.distributed import rank_and_world_size
 from multipack.train.ppo.collect import collect
 from multipack.train.ppo.config import PPOConfig
@@ -219,60 +217,30 @@ def averaged(history: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(metrics[name] for metrics in kept) for name in kept[0]}
 
 
-def report(arguments: argparse.Namespace, sizes: PPOSizes, results: dict[str, dict[str, float]]) -> str:
-    """Markdown, with all it takes to repeat it."""
+def record_results(arguments: argparse.Namespace, results: dict[str, dict[str, float]]) -> None:
+    """Rates and shares of the run, and what was compared."""
     run = results["run"]
+    table = f"PPO, OPT {arguments.model}, {arguments.strategy}"
     generated = run["num_rollouts"] / (run["generation_share"] * run["seconds"])
-    device = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else platform.processor() or platform.machine()
-    )
-    prompts = (
-        f"up to {arguments.prompt_tokens} (HH-RLHF lengths)"
-        if arguments.varied_prompts
-        else str(arguments.prompt_tokens)
-    )
-    setting = (
-        f"{device}; torch {torch.__version__}, transformers {transformers.__version__}, multipack {multipack.__version__}; OPT {arguments.model}, "
-        f"LoRA rank {arguments.lora_rank}, critic {arguments.critic}, {arguments.strategy}; prompts of {prompts} tokens, "
-        f"{run['response_tokens']:.0f} new tokens on average; {sizes.rollout_batch_size} prompts x {sizes.num_collect_steps} collect steps "
-        f"(all ranks), {sizes.train_batch_size} sequences an optimizer step ({arguments.train_batch_size} a rank), "
-        f"{sizes.steps_per_iteration} optimizer steps an iteration; mean of {max(1, arguments.num_episodes - 1)} iterations."
-    )
-    lines = [
-        f"`{' '.join(['ppo_opt_lora_dummy.py', *sys.argv[1:]])}` on {sizes.num_replicas} ranks",
-        "",
-        setting,
-        "",
-        "| | samples/s | TFLOPS a rank | share of time |",
-        "|---|---|---|---|",
-        f"| generation | {generated:.2f} | {run['generation_tflops']:.4f} | {run['generation_share']:.1%} |",
-        f"| training | {run['trained_samples_per_s']:.2f} | {run['train_tflops']:.4f} | {run['train_share']:.1%} |",
-        f"| scoring, reward, exchange | | | {run['scoring_share'] + run['reward_share'] + run['exchange_share']:.1%} |",
-        f"| data wait | | | {run['wait_share']:.2%} |",
-        f"| whole | {run['rollouts_per_s']:.2f} | {run['tflops']:.4f} | {run['seconds']:.1f} s |",
-    ]
+    for row, rate, tflops, share in (
+        ("generation", generated, "generation_tflops", "generation_share"),
+        ("training", run["trained_samples_per_s"], "train_tflops", "train_share"),
+    ):
+        record(table, row, "samples/s", rate)
+        record(table, row, "TFLOPS a rank", run[tflops])
+        record(table, row, "share of time", 100 * run[share], "%")
+    other = run["scoring_share"] + run["reward_share"] + run["exchange_share"]
+    record(table, "scoring, reward, exchange", "share of time", 100 * other, "%")
+    record(table, "waiting for data", "share of time", 100 * run["wait_share"], "%")
+    for name, ours, theirs in (("generation", "sharded", "redundant"), ("update", "packed", "padded")):
+        if name in results:
+            found, row = results[name], f"{name}: {ours} over {theirs}"
+            spread = [found["lowest"], found[f"{ours}_over_{theirs}"], found["highest"]]
+            record("PPO, compared", row, "ratio", spread, "x")
+            record("PPO, compared", row, "ours, samples/s", found[f"{ours}_samples_per_s"])
+            record("PPO, compared", row, "theirs, samples/s", found[f"{theirs}_samples_per_s"])
     if "update" in results:
-        lines += [
-            "",
-            "| compared, alternating, 3 rounds | ours | rival | ratio (lowest..highest) |",
-            "|---|---|---|---|",
-        ]
-        for title, name, ours, theirs in (
-            ("generation, distinct samples/s: sharded over redundant", "generation", "sharded", "redundant"),
-            ("update samples/s: packed over padded", "update", "packed", "padded"),
-        ):
-            if name not in results:
-                continue
-            found = results[name]
-            row = (
-                f"| {title} | {found[f'{ours}_samples_per_s']:.2f} | {found[f'{theirs}_samples_per_s']:.2f} | "
-                f"**{found[f'{ours}_over_{theirs}']:.2f}x** ({found['lowest']:.2f}..{found['highest']:.2f}) |"
-            )
-            lines.append(row)
-        lines.append(f"\nLoss packed against padded: {results['update']['loss_difference']:.1e} apart.")
-    return "\n".join(lines)
+        record("PPO, loss", "packed against padded", "difference", results["update"]["loss_difference"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -287,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with process_group() as device:
             results = measure(arguments, config, sizes, device)
             if dist.get_rank() == 0:
-                print(report(arguments, sizes, results))
+                record_results(arguments, results)
 
 
 if __name__ == "__main__":

@@ -67,17 +67,3 @@ def numpy_collate(dataset: datasets.Dataset) -> Collate:
         }
 
     return collate
-
-
-def copy_floor(num_bytes: int) -> Callable[[], None]:
-    """numpy.copyto of as many bytes as a batch has, from a random place of a source larger than the caches."""
-    source = np.random.default_rng(0).integers(0, 256, 160_000_000, dtype=np.uint8)
-    places = np.random.default_rng(1).integers(0, len(source) - num_bytes, 1000).tolist()
-    target = np.zeros(num_bytes, np.uint8)
-
-    def copy() -> None:
-        place = places.pop()
-        places.insert(0, place)
-        np.copyto(target, source[place : place + num_bytes])
-
-    return copy

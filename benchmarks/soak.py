@@ -4,7 +4,7 @@
 
 Three parts, each of them ended by its count or by `--seconds`: batches of one pass after another over a large data set, epochs of a
 data set of a few batches (each starts its threads anew), and loaders that are stopped, saved and built again from their state.
-Prints a Markdown table. Ends with an error when something grows: resident memory by more than 8 MB between the first fifth and the
+Ends with an error when something grows: resident memory by more than 8 MB between the first fifth and the
 end, by the slope of a line through the samples; or threads or files by one.
 """
 
@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 
-from multipack.loading.packed import packed_dataloader
+from benchmarks.record import record
+from multipack import packed_dataloader
 
 MOST_GROWTH_BYTES = 8e6
 SAMPLES = 200
@@ -124,17 +125,15 @@ def main() -> int:
         ("restarts", restarts(), arguments.restarts),
     ]
     grew = False
-    print(
-        "| work | count | seconds | resident MB, first and last | growth MB by the slope | threads | files |"
-    )
-    print("|---|---|---|---|---|---|---|")
     for name, work, count in parts:
         seen, seconds = watch(work, count, arguments.seconds)
         threads, files = seen.threads[1:] or seen.threads, seen.files
-        print(
-            f"| {name} | {seen.work[-1]:,} | {seconds:.1f} | {seen.resident[0] / 1e6:.1f}, {seen.resident[-1] / 1e6:.1f} | "
-            f"{seen.growth_bytes / 1e6:+.2f} | {min(threads)} to {max(threads)} | {min(files)} to {max(files)} |"
-        )
+        record("soak", name, "growth of resident memory", seen.growth_bytes / 1e6, "MB")
+        record("soak", name, "resident memory", [resident / 1e6 for resident in seen.resident], "MB")
+        record("soak", name, "threads", threads)
+        record("soak", name, "files", files)
+        record("soak", name, "count", seen.work[-1])
+        record("soak", name, "time", seconds, "s")
         grew |= (
             seen.growth_bytes > MOST_GROWTH_BYTES or files[-1] > files[0] or threads[-1] > max(threads[:3])
         )

@@ -1,15 +1,18 @@
 """What a loader costs the training loop beside it: waiting for batches, and time of the interpreter.
 
-    python -m pytest benchmarks/test_overlap_speed.py -s          # checks the claims
-    python -m benchmarks.test_overlap_speed                       # prints the tables
+    python -m pytest benchmarks/test_overlap_speed.py -s
 
 Two loops. One sleeps 20 ms a step, as when a GPU computes and the interpreter is free: the step must take what it takes alone. The other
 starts 3,000 tiny torch operations a step, as a model of many small kernels does: a loader that works under the interpreter's lock
 slows it down. Where the machine has two cores, the loop gets one and the loader's threads and processes the other.
+
+Rounds of all loaders alternate, and ratios are between neighbours: the loop alone says what the sleep itself takes, and a thread that
+only waits shows what else ran on the machine meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -19,21 +22,24 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 
 from benchmarks.loading_rivals import Workload, our_loader, torch_loader, workload
+from benchmarks.probes import sleep, tiny_operations
+from benchmarks.record import record
 from multipack.loading.prefetch import Prefetcher
 
-STEP_S = 0.020
-SLEEP_STEPS = 100
-LAUNCH_STEPS = 60
-TINY = torch.zeros(8)
+STEPS = 20
+ROUNDS = 20
+EVERY = 7
+"""Rivals, whose steps take long, run in every seventh round."""
 pytestmark = pytest.mark.filterwarnings("ignore")  # the rivals' own
 
 
 class Step(NamedTuple):
-    """Milliseconds of a step: the loop's own work, and the wait for its batch."""
+    """Mean milliseconds of a step: the loop's own work, and the wait for its batch."""
 
     work_ms: float
     wait_ms: float
@@ -42,14 +48,23 @@ class Step(NamedTuple):
     def ms(self) -> float:
         return self.work_ms + self.wait_ms
 
-    @property
-    def wait_share(self) -> float:
-        return self.wait_ms / self.ms
-
 
 def nothing(_: Workload) -> Iterator[Any]:
     while True:
         yield None
+
+
+def idle_thread(_: Workload) -> Iterator[Any]:
+    """A thread that waits and does nothing: what a loop pays for being one of two."""
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, daemon=True)
+    thread.start()
+    try:
+        while True:
+            yield None
+    finally:
+        ended.set()
+        thread.join()
 
 
 def thread_over_lists(data: Workload) -> Iterator[Any]:
@@ -57,25 +72,18 @@ def thread_over_lists(data: Workload) -> Iterator[Any]:
     return iter(Prefetcher(torch_loader(data, workers=0), depth=4))
 
 
+ALONE, IDLE, OURS = "no loader", "an idle thread", "multipack DataLoader, 1 thread"
 LOADERS: dict[str, Callable[[Workload], Iterator[Any]]] = {
-    "no loader": nothing,
+    ALONE: nothing,
+    IDLE: idle_thread,
+    OURS: our_loader,
     "torch DataLoader + trl, 0 workers": functools.partial(torch_loader, workers=0),
     "torch DataLoader + trl, 1 worker": functools.partial(torch_loader, workers=1),
     "torch DataLoader + trl, rows as tensors, 1 worker": functools.partial(
         torch_loader, workers=1, tensors=True
     ),
     "a thread over torch DataLoader + trl": thread_over_lists,
-    "multipack DataLoader, 1 thread": our_loader,
 }
-
-
-def sleep() -> None:
-    time.sleep(STEP_S)
-
-
-def launch() -> None:
-    for _ in range(3000):
-        TINY.add_(1.0)
 
 
 def run(
@@ -100,76 +108,49 @@ def run(
 
 
 def place_others_apart() -> None:
-    """The main thread to the last core, every other thread and child to the others; on one core all stay."""
-    cores = sorted(os.sched_getaffinity(0) | _others_cores())
-    if len(cores) < 2:
+    """The main thread to the last core, every other thread and child to the others; on one core all stay.
+
+    Threads and children may end while this looks at them; then there is nothing to place.
+    """
+    tasks = [int(task) for task in os.listdir("/proc/self/task")]
+    cores: set[int] = set()
+    for task in tasks:
+        with contextlib.suppress(ProcessLookupError):
+            cores |= os.sched_getaffinity(task)
+    last = max(cores)
+    if cores == {last}:
         return
     main = threading.get_native_id()
-    for task in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(task), {cores[-1]} if int(task) == main else set(cores[:-1]))
-    for child in _children():
-        os.sched_setaffinity(child, set(cores[:-1]))
+    for task in [*tasks, *(child.pid for child in psutil.Process().children(recursive=True))]:
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(task, {last} if task == main else cores - {last})
 
 
-def _children() -> list[int]:
-    import psutil
-
-    return [child.pid for child in psutil.Process().children(recursive=True)]
-
-
-def _others_cores() -> set[int]:
-    cores: set[int] = set()
-    for task in os.listdir("/proc/self/task"):
-        cores |= os.sched_getaffinity(int(task))
-    return cores
-
-
-def sleeping_loop() -> dict[str, Step]:
-    with workload(150_000) as data:
-        return {
-            name: run(make, data, sleep, SLEEP_STEPS if name in QUICK else 20)
-            for name, make in LOADERS.items()
-        }
-
-
-def launching_loop() -> dict[str, Step]:
-    """Rounds are interleaved, so that a change of the machine's speed meets all loaders; the best round of each counts."""
+def beside(loop: str, work: Callable[[], None]) -> None:
+    """Record a loop beside each loader: its step and its work over the same round's alone, and its waiting."""
     torch.set_num_threads(1)
+    rounds: dict[str, dict[int, Step]] = {name: {} for name in LOADERS}
     with workload(150_000) as data:
-        rounds: dict[str, list[Step]] = {name: [] for name in LOADERS}
-        for _ in range(3):
+        for number in range(ROUNDS):
             for name, make in LOADERS.items():
-                rounds[name].append(run(make, data, launch, LAUNCH_STEPS if name in QUICK else 10))
-        return {name: min(steps, key=lambda step: step.work_ms) for name, steps in rounds.items()}
-
-
-QUICK = ("no loader", "multipack DataLoader, 1 thread")
-
-
-def test_a_sleeping_loop_does_not_notice_the_loader() -> None:
-    steps = sleeping_loop()
-    print("\n" + table("20 ms sleep", steps))
-    ours = steps["multipack DataLoader, 1 thread"]
-    assert ours.ms <= 1.02 * steps["no loader"].ms
-    assert ours.wait_share <= 0.01
-
-
-def test_a_launch_bound_loop_is_slowed_by_less_than_a_tenth() -> None:
-    steps = launching_loop()
-    print("\n" + table("3,000 tiny operations", steps))
-    assert steps["multipack DataLoader, 1 thread"].work_ms <= 1.10 * steps["no loader"].work_ms
-
-
-def table(title: str, steps: dict[str, Step]) -> str:
-    alone = steps["no loader"].work_ms
-    lines = [f"| {title}, beside | work ms | x alone | wait ms | wait share |", "|---|---|---|---|---|"]
-    for name, step in steps.items():
-        lines.append(
-            f"| {name} | {step.work_ms:.2f} | {step.work_ms / alone:.2f} | {step.wait_ms:.3f} | {step.wait_share:.2%} |"
+                if name in (ALONE, IDLE, OURS) or number % EVERY == 0:
+                    rounds[name][number] = run(make, data, work, STEPS)
+    alone, idle = rounds[ALONE], rounds[IDLE]
+    for name, steps in rounds.items():
+        whole = [step.ms / alone[number].ms for number, step in steps.items()]
+        own = [step.work_ms / idle[number].work_ms for number, step in steps.items()]
+        record(loop, f"beside {name}", "step over alone", whole, "x")
+        record(loop, f"beside {name}", "work over beside an idle thread", own, "x")
+        record(
+            loop, f"beside {name}", "waiting", [100 * step.wait_ms / step.ms for step in steps.values()], "%"
         )
-    return "\n".join(lines)
+        record(loop, f"beside {name}", "work", [step.work_ms for step in steps.values()], "ms")
+        record(loop, f"beside {name}", "wait", [step.wait_ms for step in steps.values()], "ms")
 
 
-if __name__ == "__main__":
-    print(table("20 ms sleep", sleeping_loop()))
-    print(table("3,000 tiny operations", launching_loop()))
+def test_beside_a_sleeping_loop() -> None:
+    beside("a step of 20 ms sleep", sleep)
+
+
+def test_beside_a_loop_of_tiny_operations() -> None:
+    beside("a step of 3,000 tiny operations", tiny_operations)

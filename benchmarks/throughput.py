@@ -1,4 +1,4 @@
-"""The table of the threaded loader's history: samples a second by loader and engine, on this machine.
+"""What the threaded loader's history measured: samples a second by loader and engine, on this machine.
 
     python -m benchmarks.throughput                        # trains a tiny Llama on the CPU, or on GPUs where there are some
     python -m benchmarks.throughput --simulate-step 20     # a sleep in the accelerator's place: 20 ms for 16 x 4096 token slots
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.real_lengths import LENGTH_QUANTILES
+from benchmarks.record import record
 from benchmarks.throughput_settings import Settings
+from benchmarks.timing import over
 
 ENGINES = ("1 rank", "zero1", "zero2", "zero2 + offload", "zero3")
 TINY_LLAMA = {
@@ -65,7 +65,7 @@ def main() -> None:
         wanted = [engine for engine in engines if engine in chosen]
         if wanted:
             cells += measured(ranks, replace(settings, engines=wanted))
-    print(report(cells, settings, arguments.ranks))
+    record_cells(cells, settings)
 
 
 def settings_of(simulate_step_ms: float | None, steps: int | None, rounds: int) -> Settings:
@@ -103,60 +103,44 @@ def measured(ranks: int, settings: Settings) -> list[dict[str, Any]]:
     return cells
 
 
-def report(cells: list[dict[str, Any]], settings: Settings, ranks: int) -> str:
-    """The table in Markdown, with what it takes to repeat it."""
-    measured_as = (
-        f"Samples a second, median of {settings.rounds} rounds of {settings.steps} steps (lowest..highest); "
-        f"{ranks} ranks but for `1 rank`; {where()}."
-    )
-    batches = (
-        f"Batches of {settings.micro_batch_size} x {settings.sequence_len} slots, padded ones of {settings.padded_rows} rows; "
-        f"{step_of(settings)}. `python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}`".rstrip()
-    )
-    lines = [
-        measured_as,
-        batches,
-        "",
-        "| engine | loader | multipack over it, by samples/s | by tokens/s | samples/s | tokens/s | data wait | padding | GPU busy |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def record_cells(cells: list[dict[str, Any]], settings: Settings) -> None:
+    """Rates of every engine and loader, and multipack's over them in the same round."""
+    table = f"samples a second, {step_of(settings)}"
     for engine in dict.fromkeys(cell["engine"] for cell in cells):
         ours = cells_of(cells, engine, "multipack")
         for loader in settings.loaders:
-            of = cells_of(cells, engine, loader)
-            rates = [cell["samples_per_s"] for cell in of]
-            busy = f"{middle(of, 'gpu_busy_share'):.0%}" if "gpu_busy_share" in of[0] else "-"
-            lines.append(
-                f"| {engine} | {loader} | **{ratio(ours, of, 'samples_per_s'):.2f}x** | **{ratio(ours, of, 'tokens_per_s'):.2f}x** | "
-                f"{statistics.median(rates):,.0f} ({min(rates):,.0f}..{max(rates):,.0f}) | "
-                f"{middle(of, 'tokens_per_s'):,.0f} | {middle(of, 'wait_share'):.1%} | {middle(of, 'padding_share'):.1%} | {busy} |"
-            )
-    return "\n".join(lines)
+            of, row = cells_of(cells, engine, loader), f"{engine}, {loader}"
+            for name in ("samples_per_s", "tokens_per_s"):
+                title = name.replace("_per_", "/")
+                record(
+                    table,
+                    row,
+                    f"multipack over it, by {title}",
+                    over(values(ours, name), values(of, name)),
+                    "x",
+                )
+            record(table, row, "samples/s", values(of, "samples_per_s"))
+            record(table, row, "tokens/s", values(of, "tokens_per_s"))
+            for name in ("wait_share", "padding_share", "gpu_busy_share"):
+                if name in of[0]:
+                    shares = [100 * share for share in values(of, name)]
+                    record(table, row, name.removesuffix("_share").replace("_", " "), shares, "%")
 
 
 def cells_of(cells: Iterable[dict[str, Any]], engine: str, loader: str) -> list[dict[str, Any]]:
     return [cell for cell in cells if (cell["engine"], cell["loader"]) == (engine, loader)]
 
 
-def ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], name: str) -> float:
-    """Median over rounds of ours to theirs in the same round."""
-    return statistics.median(float(a[name] / b[name]) for a, b in zip(ours, theirs, strict=True))
-
-
-def middle(cells: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(float(cell[name]) for cell in cells)
+def values(cells: list[dict[str, Any]], name: str) -> list[float]:
+    return [float(cell[name]) for cell in cells]
 
 
 def step_of(settings: Settings) -> str:
+    """The work of a step, in the words of the tables' names."""
     if settings.simulate_step_ms is not None:
-        return f"the step is a sleep of {settings.simulate_step_ms:g} ms for a full batch and in proportion for others"
+        return f"step simulated by {settings.simulate_step_ms:g} ms of sleep"
     shape = settings.model
     return f"Llama of {shape['num_hidden_layers']} layers x {shape['hidden_size']}, {settings.optimizer}"
-
-
-def where() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only"
-    return f"torch {torch.__version__}, Python {platform.python_version()}, {device}"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Run every benchmark and write one report, meant for under 15 minutes on 2 free cores.
+"""Run every benchmark and write one report, meant for under 20 minutes on 2 free cores.
 
     python -m benchmarks.report                                # all sections
     python -m benchmarks.report --sections packing balance     # these; the others as they were measured last
-    python -m benchmarks.report --sections                     # measure nothing, write the report again
+    python -m benchmarks.report --sections                     # measure nothing, write the report and the README's table again
 
-Each benchmark is a process of its own, with its own pinning. What was measured is kept in runs/report/, and the report goes to
-benchmarks/results/ with its plots beside it. Leave the machine alone meanwhile: the load before each section is in the report.
-Ends with an error, after the report has been written, where a benchmark failed or a claim found no value in what was printed.
+Each benchmark is a process of its own, with its own pinning. Its records go to benchmarks/results/<machine>.jsonl, and the report and
+its pictures, which are made from them alone, lie beside that file. Leave the machine alone meanwhile: the load before each section is
+in the report. Ends with an error, after the report was written, where a benchmark failed or a claim of its sections has no record.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks import machine
+from benchmarks.report.claims import missing
 from benchmarks.report.measure import load, measure, save
+from benchmarks.report.render import with_figures, write_report
 from benchmarks.report.sections import SECTIONS
-from benchmarks.report.write import write_report
+
+RESULTS, README = Path("benchmarks/results"), Path("README.md")
 
 
 def main() -> int:
@@ -26,41 +30,42 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    names = [section.name for section in SECTIONS]
     parser.add_argument(
-        "--sections",
-        nargs="*",
-        choices=[section.name for section in SECTIONS],
-        default=None,
-        help="measure only these; default: all that the machine can",
+        "--sections", nargs="*", choices=names, help="measure only these; default: all that the machine can"
     )
     parser.add_argument(
-        "--rounds", type=int, default=2, help="rounds of growth and throughput; the others fix theirs"
+        "--rounds", type=int, default=3, help="rounds of growth and throughput; the others fix theirs"
     )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the report")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the report")
     arguments = parser.parse_args()
-    possible = [section for section in SECTIONS if not section.lacks()]
-    wanted = possible
-    if arguments.sections is not None:
+    if arguments.sections is None:
+        wanted = [section for section in SECTIONS if not section.lacks()]
+    else:
         wanted = [section for section in SECTIONS if section.name in arguments.sections]
+        for section in wanted:
+            if section.lacks():
+                parser.error(f"{section.name} cannot run: {section.lacks()}.")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"{machine.name()}.jsonl"
+    runs = [] if arguments.sections is None else load(path)
     for section in wanted:
-        if section not in possible:
-            parser.error(f"{section.name} cannot run: {section.lacks()}.")
-    failed = False
-    for section in wanted:
-        record = measure(section, arguments.rounds, lambda line: print(line, flush=True))
-        save(section.name, record)
-        failed |= any(part.exit_status for part in record.records)
-    kept = wanted if arguments.sections is None else SECTIONS
-    measured = [(section, found) for section in kept if (found := load(section.name))]
-    if not measured:
-        parser.error("nothing was measured yet: name sections, or leave --sections away.")
-    each = "" if arguments.sections is None else " --sections NAME"
-    command = f"python -m benchmarks.report --rounds {arguments.rounds}{each}"
-    path, unread = write_report(arguments.out, measured, command)
+        runs = [run for run in runs if run.section != section.name] + measure(section, arguments.rounds)
+        save(path, sorted(runs, key=lambda run: names.index(run.section)))
+    written = sorted(arguments.out.glob("*.jsonl")) if arguments.sections == [] else [path]
+    for found in written:
+        if not (kept := load(found)):
+            parser.error(
+                f"nothing was measured for {found.name} yet: name sections, or leave --sections away."
+            )
+        print(write_report(found, kept))
+    if arguments.out == RESULTS:
+        README.write_text(with_figures(README.read_text(), sorted(RESULTS.glob("*.jsonl"))))
+    ran = [run for run in runs if run.section in {section.name for section in wanted}]
+    unread = missing(ran)
     for claim in unread:
-        print(f"no value: {claim}", file=sys.stderr)
-    print(path)
-    return int(failed or bool(unread))
+        print(f"no record: {claim.record}", file=sys.stderr)
+    return int(any(run.exit_status for run in ran) or bool(unread))
 
 
 if __name__ == "__main__":

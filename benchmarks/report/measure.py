@@ -1,7 +1,4 @@
-"""Run the commands of a section, one after another, and keep what they said.
-
-Each command is a process of its own. Nothing of the report runs beside it.
-"""
+"""Run a section's commands, one after another, and keep their records. Each command is a process of its own; nothing runs beside it."""
 
 from __future__ import annotations
 
@@ -14,101 +11,94 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.report import machine
-from benchmarks.report.sections import Command, Section
-from benchmarks.report.tables import benchmark_groups, separated
+from benchmarks import machine
+from benchmarks.record import FILE, MACHINE, Record
+from benchmarks.report.sections import Section
 
-RECORDS = Path("runs/report")
 LIMIT_S = 400
 
 
-@dataclass(frozen=True)
-class Record:
-    """One command that ran."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One command that ran, and what it measured."""
 
+    section: str
     command: str
-    markdown: str
-    """Its tables and sentences."""
     seconds: float
     exit_status: int
-    """0, or that of a benchmark that found a wrong answer, missed its own bound, or never ended."""
-
-
-@dataclass(frozen=True)
-class SectionRecord:
-    """What a section measured, when, and how busy the machine was before."""
-
-    records: list[Record]
+    """0, or that of a benchmark that found a wrong answer, or never ended."""
     started: str
-    commit: str
     load: float
     """Processes that wanted a core in the minute before. Above 0.5 something else ran, and times say little."""
-
-    @property
-    def markdown(self) -> str:
-        return separated("\n\n".join(record.markdown for record in self.records))
-
-
-def measure(section: Section, rounds: int, say: Callable[[str], None]) -> SectionRecord:
-    started, load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
-    records = []
-    for command in section.commands:
-        record = run(command, rounds)
-        say(f"{record.seconds:6.1f} s  {section.name}: {record.command}")
-        if record.exit_status:
-            say(f"          exit status {record.exit_status}")
-        records.append(record)
-    return SectionRecord(records, started, machine.commit(), load)
+    machine: str
+    versions: str
+    commit: str
+    records: list[Record] = field(default_factory=list)
 
 
-def run(command: Command, rounds: int, limit_s: float = LIMIT_S) -> Record:
-    text = command.text(machine.last_core(), rounds)
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
-    }
+def measure(section: Section, rounds: int) -> list[Run]:
+    pin = f"taskset -c {machine.last_core()} "
+    runs = []
+    for line in section.commands:
+        runs.append(run(section.name, line.format(pin=pin, rounds=rounds)))
+        print(f"{runs[-1].seconds:6.1f} s  {section.name}: {runs[-1].command}", flush=True)
+        if runs[-1].exit_status:
+            print(f"          exit status {runs[-1].exit_status}", flush=True)
+    return runs
+
+
+def run(section: str, command: str, limit_s: float = LIMIT_S) -> Run:
+    started, load, began = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0], time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        groups = folder / "groups.json"
-        words = shlex.split(text) + ([f"--benchmark-json={groups}"] if command.is_pytest else [])
-        began = time.perf_counter()
-        status = exit_status(words, environment, folder, limit_s)
-        seconds = time.perf_counter() - began
-        said, errors = (folder / "out").read_text(), (folder / "errors").read_text()
-        markdown = said
-        if command.is_pytest:
-            tables = [line for line in said.splitlines() if line.startswith("|")]
-            measured = groups.exists() and groups.stat().st_size
-            found = json.loads(groups.read_text())["benchmarks"] if measured else []
-            markdown = "\n\n".join(["\n".join(tables), *benchmark_groups(found)])
-    if status:
-        print(said[-3000:], errors[-3000:], sep="\n", file=sys.stderr)
-    return Record(text, markdown.strip(), seconds, status)
+        said, records = Path(name) / "said", Path(name) / "records"
+        records.touch()
+        environment = os.environ | {
+            FILE: str(records),
+            MACHINE: machine.name(),
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+        }
+        status = exit_status(shlex.split(command), environment, said, limit_s)
+        if status:
+            print(said.read_text(errors="replace")[-5000:], file=sys.stderr)
+        found = [Record(**json.loads(line)) for line in records.read_text().splitlines()]
+    return Run(
+        section=section,
+        command=command,
+        seconds=round(time.perf_counter() - began, 1),
+        exit_status=status,
+        started=started,
+        load=round(load, 2),
+        machine=machine.description(),
+        versions=machine.versions(),
+        commit=machine.commit(),
+        records=found,
+    )
 
 
-def exit_status(words: list[str], environment: Mapping[str, str], folder: Path, limit_s: float) -> int:
-    """Run a command, what it says into the files `out` and `errors`.
+def exit_status(words: list[str], environment: dict[str, str], said: Path, limit_s: float) -> int:
+    """Run a command, what it says into a file.
 
     Returns its exit status; as shells do, 127 where there is no such program, and 124 after `limit_s`, when it and all that it
     started are ended.
     """
-    with (folder / "out").open("w") as out, (folder / "errors").open("w") as errors:
+    with said.open("w") as out:
         try:
             process = subprocess.Popen(
-                words, env=environment, stdout=out, stderr=errors, start_new_session=True
+                words, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
         except OSError as error:
-            errors.write(str(error))
+            out.write(str(error))
             return 127
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            errors.write(f"Stopped after {limit_s:g} s.")
+            out.write(f"Stopped after {limit_s:g} s.")
             return 124
         finally:
             if process.returncode is None:
@@ -125,14 +115,20 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def save(name: str, record: SectionRecord) -> None:
-    RECORDS.mkdir(parents=True, exist_ok=True)
-    (RECORDS / f"{name}.json").write_text(json.dumps(asdict(record), indent=1))
+def save(path: Path, runs: Iterable[Run]) -> None:
+    """JSON lines: a run, then its records, then the next run."""
+    lines = []
+    for run in runs:
+        fields = asdict(run)
+        lines += [fields, *fields.pop("records")]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def load(name: str) -> SectionRecord | None:
-    path = RECORDS / f"{name}.json"
-    if not path.exists():
-        return None
-    fields = json.loads(path.read_text())
-    return SectionRecord(**{**fields, "records": [Record(**record) for record in fields["records"]]})
+def load(path: Path) -> list[Run]:
+    runs: list[Run] = []
+    for fields in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+        if "command" in fields:
+            runs.append(Run(**fields))
+        else:
+            runs[-1].records.append(Record(**fields))
+    return runs

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import re
-from pathlib import Path
+import json
 
 import pytest
 
@@ -17,9 +16,8 @@ HISTORY = (
 
 
 @pytest.fixture
-def benchmark_script(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    return importlib.import_module("ppo_opt_lora_dummy")
+def benchmark_script():
+    return importlib.import_module("benchmarks.ppo_opt_lora_dummy")
 
 
 def test_history_command_is_refused_with_its_numbers(benchmark_script, monkeypatch):
@@ -55,16 +53,18 @@ def test_spellings_of_strategies(benchmark_script, strategy, stage, offload):
     "ignore:FSDP2-wrapped module .* returned a view:UserWarning"
 )  # transformers' OPT layers
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_report_of_a_small_run(benchmark_script, capsys, lora_rank):
+def test_records_of_a_small_run(benchmark_script, tmp_path, monkeypatch, lora_rank):
     options = (
         f"--strategy zero2 --num_episodes 2 --num_collect_steps 1 --experience_batch_size 6 --train_batch_size 3 --lora_rank {lora_rank} "
         "--prompt_tokens 60 --varied_prompts --max_new_tokens 6 --micro_batch_tokens 128 --compare"
     )
+    monkeypatch.setenv("MULTIPACK_RECORDS", str(tmp_path / "records"))
     benchmark_script.main(options.split())
-    shown = capsys.readouterr().out
-    assert (
-        "6 prompts x 1 collect steps (all ranks), 3 sequences an optimizer step (3 a rank), 2 optimizer steps"
-        in shown
-    )
-    assert len(re.findall(r"packed over padded .* \*\*\d+\.\d\dx\*\*", shown)) == 1
-    assert float(re.search(r"padded: (\S+) apart", shown)[1]) < 1e-5
+    lines = map(json.loads, (tmp_path / "records").read_text().splitlines())
+    found = {line["name"]: line for line in lines}
+    ratio = found["PPO, compared | update: packed over padded | ratio"]
+    assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
+    assert found["PPO, loss | packed against padded | difference"]["value"] < 1e-5
+    shares = [line["value"] for name, line in found.items() if name.endswith("| share of time")]
+    assert len(shares) == 4
+    assert 0 < sum(shares) <= 100.1
