@@ -83,7 +83,8 @@ def padded(rows: Rows) -> Tensor:
         flat = packed.new_zeros(*real.shape, packed.shape[1], HEAD_DIM)
         return flat.index_put((real.nonzero(as_tuple=True)), packed[0].transpose(0, 1)).transpose(1, 2)
 
-    found = F.scaled_dot_product_attention(*map(spread, rows.leaves), is_causal=True, enable_gqa=True)
+    query, key, value = (spread(leaf) for leaf in rows.leaves)
+    found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return found.transpose(1, 2)[real]
 
 
@@ -96,7 +97,7 @@ def masked(rows: Rows) -> Tensor:
 
 def alone(rows: Rows) -> Tensor:
     """The reference: each row by itself, from the definition."""
-    parts = zip(*(leaf.split(rows.lengths, dim=2) for leaf in rows.leaves), strict=True)
+    parts = zip(*(torch.split(leaf, rows.lengths, 2) for leaf in rows.leaves), strict=True)
     group = HEADS // KEY_VALUE_HEADS
     found = []
     for query, key, value in parts:
