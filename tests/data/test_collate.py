@@ -182,7 +182,7 @@ def test_padded_equals_trl(multiple):
 
 
 def test_positions_from_two_equal_transformers():
-    # huggingface/transformers 47496: boundaries come from the lengths, not from where a position is 0.
+    # Boundaries come from the lengths, not from where a position is 0.
     rows = ids_of(3, 2)
     batch = collate(PackedCollator(position_start=2), rows)
     assert batch["position_ids"].tolist() == [[2, 3, 4, 2, 3]]
@@ -194,8 +194,10 @@ def test_positions_from_two_equal_transformers():
 # By hand.
 
 
+@pytest.mark.report("axolotl-ai-cloud/axolotl#2739")
+@pytest.mark.report("NVIDIA-NeMo/Megatron-Bridge#4400")
 def test_padding_is_one_segment_of_its_own():
-    # axolotl 2739: with positions 0 in the padding every slot of it would be a sequence, boundaries [0,4,7,8,9,10].
+    # With positions 0 in the padding every slot of it would be a sequence, boundaries [0,4,7,8,9,10].
     batch = collate(PackedCollator(capacity=10, pad_to="capacity", pad_token_id=99), ids_of(4, 3))
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 99, 99, 99]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
@@ -223,31 +225,37 @@ def test_rows_are_padded_each():
     assert batch["num_sequences"] == 3
 
 
+@pytest.mark.report("NVIDIA-NeMo/RL#4070")
 def test_aligned_sequences_have_real_and_stored_boundaries():
-    # NVIDIA-NeMo/RL 4070: lengths 5 and 3 aligned to 4 are stored at 0-4 and 8-10; nothing is trained at 5-7 and 11.
+    # Lengths 5 and 3 aligned to 4 are stored at 0-4 and 8-10; nothing is trained at 5-7 and 11.
     batch = collate(PackedCollator(align_to=4), ids_of(5, 3))
     assert batch["cu_seq_lens_real"].tolist() == [0, 5, 8]
     assert batch["cu_seq_lens_q"].tolist() == [0, 8, 12]
+    assert batch["num_tokens"] == 8
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 8, 0]]
     assert torch.nonzero(batch["labels"][0] != -100).flatten().tolist() == [1, 2, 3, 4, 9, 10]
 
 
+@pytest.mark.report("pytorch/torchtitan#4075")
+@pytest.mark.report("meta-pytorch/torchtune#1177")
 def test_no_target_crosses_from_one_sequence_into_the_next():
-    # torchtune 1177: three texts of 4, 1 and 3 tokens give 3 + 0 + 2 targets. torchtitan 4075: the first token of a
+    # Three texts of 4, 1 and 3 tokens give 3 + 0 + 2 targets. The first token of a
     # document is no target, so the unshifted labels of [10,11,12] and [20,21] are [-100,11,12,-100,21].
     assert collate(PackedCollator(), ids_of(4, 1, 3))["num_target_tokens"] == 5
     batch = collate(PackedCollator(), [{"input_ids": [10, 11, 12]}, {"input_ids": [20, 21]}])
     assert batch["labels"].tolist() == [[-100, 11, 12, -100, 21]]
 
 
+@pytest.mark.report("allenai/open-instruct#669")
 def test_segment_ids_hold_300_sequences():
-    # open-instruct 669: ids clamped to 0/1 or to a byte let sequences see each other.
+    # Ids clamped to 0/1 or to a byte let sequences see each other.
     batch = collate(PackedCollator(), ids_of(*[2] * 300))
     assert batch["seq_idx"].unique(return_counts=True)[1].tolist() == [2] * 300
 
 
+@pytest.mark.report("OpenEvaByte/evabyte#10")
 def test_the_end_token_belongs_to_its_own_sequence():
-    # evabyte 10; ours count from 0 and give the padding the next number.
+    # Ours count from 0 and give the padding the next number.
     rows = [{"input_ids": [104, 105, 2]}, {"input_ids": [104, 105, 2]}]
     batch = collate(PackedCollator(pad_to=11), rows)
     assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2]]
@@ -274,8 +282,9 @@ def test_labels_win_over_masks_which_then_come_along():
     assert batch["loss_mask"].tolist() == [[1, 1, 0]]
 
 
+@pytest.mark.report("huggingface/transformers#41652")
 def test_a_label_a_sequence_is_one_tensor():
-    # huggingface/transformers 41652: integer labels of a classifier crash the flattening collator.
+    # Integer labels of a classifier crash the flattening collator.
     rows = [{"input_ids": [0, 1, 2, 3], "labels": 1}, {"input_ids": [4, 5, 6], "labels": 0}]
     batch = collate(PackedCollator(), rows)
     assert batch["labels"].dtype == torch.int64
@@ -330,8 +339,9 @@ def test_indices_are_rows_of_the_source():
         PackedCollator(return_indices=True)([{"input_ids": [1]}])
 
 
+@pytest.mark.report("huggingface/transformers#46634")
 def test_mask_columns_of_ones_are_not_passed_on_and_padded_rows_are_refused():
-    # A mask of ones beside packed positions makes models see one long sequence (huggingface/transformers 46634).
+    # A mask of ones beside packed positions makes models see one long sequence.
     rows = [{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [3, 0], "attention_mask": [1, 0]}]
     assert "attention_mask" not in collate(PackedCollator(), rows[:1])
     for collator in (PackedCollator(), PaddedCollator()):
@@ -370,8 +380,9 @@ def test_rows_of_mixed_integer_types_keep_their_values():
     assert batch["input_ids"].tolist() == [[65535, 70000]]
 
 
+@pytest.mark.report("pytorch/pytorch#38492")
 def test_rows_with_unequal_fields_are_an_error_that_names_them():
-    # pytorch 38492: torch's default collator once cut ragged fields to the shortest.
+    # Torch's default collator once cut ragged fields to the shortest.
     with pytest.raises(ValueError, match="row 0 has 1 tokens but 2 values of 'x'"):
         PackedCollator()([{"input_ids": [1], "x": [1, 2]}])
     assert PackedCollator()([{"input_ids": [1], "x": ["X"]}, {"input_ids": [1], "x": ["X", "X"]}])["x"] == [
@@ -427,8 +438,9 @@ def test_options_that_make_no_sense(options, message):
         ("right", [[5, 6, 2], [7, 2, 2]], [[1, 1, 1], [1, 1, 0]], [[5, 6, 2], [7, 2, -100]]),
     ],
 )
+@pytest.mark.report("hpcaitech/ColossalAI#4193")
 def test_an_end_token_equal_to_the_padding_counts(side, ids, mask, labels):
-    # hpcaitech/ColossalAI 4193. Its labels keep the first of a row, which ours ignore by default.
+    # The report's labels keep the first of a row, which ours ignore by default.
     rows = [{"input_ids": [5, 6, 2]}, {"input_ids": [7, 2]}]
     batch = collate(PaddedCollator(padding_side=side, pad_token_id=2, mask_first_label=False), rows)
     assert batch["input_ids"].tolist() == ids

@@ -149,21 +149,24 @@ def test_columns_chooses_what_is_read(tmp_path):
         TokenDataset(ROWS, columns=["reward"])
 
 
+@pytest.mark.report("pytorch/pytorch#58734")
 def test_mixed_integer_types_keep_their_values():
-    # pytorch/pytorch 58734: torch.cat refuses uint16 with int64, and int16 would make 65535 negative.
+    # torch.cat refuses uint16 with int64, and int16 would make 65535 negative.
     dataset = TokenDataset(
         [{"input_ids": np.array([65535], np.uint16)}, {"input_ids": torch.tensor([70000])}]
     )
     assert tokens(dataset) == [[65535], [70000]]
 
 
-@pytest.mark.parametrize("kind", ["list", "array", "arrow"])
+@pytest.mark.parametrize("kind", ["list", "array", "tensor", "arrow"])
+@pytest.mark.report("huggingface/transformers#43363")
 def test_rows_of_shape_one_by_length_count_as_their_length(kind):
     # Tokenizers return them with return_tensors.
     rows = [[[1, 2, 3, 4]], [[5, 6]]]
     source = {
         "list": {"input_ids": rows, "attention_mask": [[[1] * 4], [[1] * 2]]},
         "array": [{"input_ids": np.array(row), "attention_mask": np.ones((1, len(row[0])))} for row in rows],
+        "tensor": [{"input_ids": torch.tensor(row)} for row in rows],
         "arrow": pa.table({"input_ids": rows, "attention_mask": [[[1] * 4], [[1] * 2]]}),
     }[kind]
     dataset = TokenDataset(source)
@@ -216,8 +219,9 @@ def test_an_exhausted_iterable_is_an_error():
 # datasets.Dataset with an index map.
 
 
+@pytest.mark.report("huggingface/datasets#3459")
 def test_selected_and_shuffled_rows_follow_the_index_map(tmp_path):
-    # huggingface/datasets 3459: lengths [3, 5, 2, 7], select([3, 0]) is [7, 3]; raw table access would give the first two.
+    # Lengths [3, 5, 2, 7], select([3, 0]) is [7, 3]; raw table access would give the first two.
     source = on_disk(tmp_path, {"input_ids": [[i] * length for i, length in enumerate([3, 5, 2, 7])]})
     assert TokenDataset(source.select([3, 0])).lengths.tolist() == [7, 3]
     assert tokens(TokenDataset(source.select([3, 0]))) == [[3] * 7, [0] * 3]
@@ -245,8 +249,9 @@ def test_nulls_outside_the_selection_do_not_matter():
         TokenDataset(source.select([2, 1, 0]))
 
 
+@pytest.mark.report("huggingface/datasets#5541")
 def test_five_million_shuffled_rows_open_in_a_second_and_80_megabytes():
-    # huggingface/datasets 5541: flattening the index map would make a chunk a row.
+    # Flattening the index map would make a chunk a row.
     num_rows = 5_000_000
     lengths = np.random.default_rng(0).integers(1, 4, num_rows)
     offsets = np.zeros(num_rows + 1, np.int32)
@@ -290,17 +295,21 @@ def test_random_layouts_of_several_columns(data):
             assert row[name] == expected.astype(dtype).tolist()
 
 
+@pytest.mark.report("apache/arrow#37733")
+@pytest.mark.report("apache/arrow#41672")
 def test_slices_count():
-    # apache/arrow 37733 and 41672: `.values` of a sliced list ignores the slice.
+    # `.values` of a sliced list ignores the slice.
     table = pa.table({"input_ids": [[1], [1, 2], [1, 2, 3]]}).slice(1)
     assert tokens(TokenDataset(table)) == [[1, 2], [1, 2, 3]]
     fixed = pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int16(), 2)).slice(1)
     assert tokens(TokenDataset(pa.table({"input_ids": fixed}))) == [[3, 4], [5, 6]]
 
 
-def test_list_views_are_refused_with_a_remedy_that_works():
-    # apache/arrow 39813: rows of a list view may share values.
-    column = pa.ListViewArray.from_arrays([0, 1, 2], [2, 2, 2], [1, 2, 3, 4])
+@pytest.mark.report("apache/arrow#39813")
+@pytest.mark.parametrize("views", [pa.ListViewArray, pa.LargeListViewArray])
+def test_list_views_are_refused_with_a_remedy_that_works(views):
+    # Rows of a list view may share values.
+    column = views.from_arrays([0, 1, 2], [2, 2, 2], [1, 2, 3, 4])
     with pytest.raises(TypeError, match=r"list_view.*pa\.LargeListArray\.from_arrays"):
         TokenDataset(pa.table({"input_ids": column}))
     offsets = np.concatenate([[0], np.cumsum(column.value_lengths())])
@@ -362,6 +371,7 @@ def test_lengths_take_the_smallest_type_that_fits(longest, dtype):
         (pa.array([[[1]], [[2]], None]), None),
     ],
 )
+@pytest.mark.report("apache/arrow#35359")
 def test_a_null_is_an_error_that_names_its_row(column, row):
     if row is None:  # a null row of shape (1, L): not a list of numbers
         with pytest.raises(TypeError, match="must be a list of numbers"):
@@ -406,11 +416,12 @@ def test_empty_rows_are_left_out_and_counted():
     assert len(TokenDataset([])) == 0
 
 
-# Over-long rows. Row 0 has 5 tokens, row 1 none, row 2 three; the bound is 4 (huggingface/trl 5189).
+# Over-long rows. Row 0 has 5 tokens, row 1 none, row 2 three; the bound is 4.
 
 LONG = {"input_ids": [[0, 1, 2, 3, 4], [], [5, 6, 7]], "weight": [1, 2, 3]}
 
 
+@pytest.mark.report("huggingface/trl#5075")
 def test_overlong_rows_are_an_error_by_default():
     with pytest.raises(
         ValueError, match=r"1 of 3 rows are above max_length=4 \(row 0 is the first, the longest has 5"
@@ -427,6 +438,7 @@ def test_overlong_rows_are_an_error_by_default():
         ("drop", "dropped", [[5, 6, 7]], [2], [0], 5),
     ],
 )
+@pytest.mark.report("huggingface/trl#5189")
 def test_overlong_rows(overlong, done, expected, rows, starts, lost, caplog):
     with caplog.at_level(logging.WARNING):
         dataset = TokenDataset(LONG, max_length=4, overlong=overlong)
@@ -446,6 +458,8 @@ def test_overlong_rows(overlong, done, expected, rows, starts, lost, caplog):
 
 
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 20))
+@pytest.mark.report("meta-pytorch/torchtune#1689")
+@pytest.mark.report("huggingface/trl#1850")
 def test_split_keeps_every_token_in_order(lengths, max_length):
     values = np.arange(sum(lengths))
     source = (values, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))

@@ -19,6 +19,7 @@ def single_logits(model, sequences):
 
 
 @pytest.mark.parametrize("key_value_heads", [1, 2, 4])
+@pytest.mark.report("DeepOpt-com/WrinkleFree-Monorepo#53")
 def test_packed_logits_equal_those_of_single_runs(key_value_heads):
     sequences = random_sequences(LENGTHS)
     model = tiny_llama(num_key_value_heads=key_value_heads)

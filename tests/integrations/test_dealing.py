@@ -33,8 +33,9 @@ def prepared(sampler: Any, rank: int) -> Any:
     return prepare_data_loader(loader, num_processes=2, process_index=rank, put_on_device=False)
 
 
+@pytest.mark.report("huggingface/accelerate#4199")
 def test_accelerate_may_not_deal_a_plain_loaders_share_once_more() -> None:
-    # huggingface/accelerate#4199: it does, and half of each rank's batches are never seen.
+    # It does, and half of each rank's batches are never seen.
     with pytest.raises(ValueError, match=r"share of one of 2 ranks.*1 of 2 batches would never be seen"):
         list(prepared(dealt(0, 2), rank=0))
 

@@ -213,6 +213,7 @@ def test_default_script_keeps_its_batches(case: str) -> None:
     ],
 )
 @pytest.mark.parametrize("case", [case for case in CASES if case != "a sampler that draws in __iter__"])
+@pytest.mark.report("google/grain#1129")
 def test_any_number_of_threads_keeps_the_batches(case: str, more: dict[str, int]) -> None:
     assert same(two_passes(DataLoader, case, **more), two_passes(TorchDataLoader, case))
 
@@ -427,6 +428,7 @@ def test_it_pickles_also_while_it_is_iterated() -> None:
     assert same(list(pickle.loads(pickle.dumps(loader))), list(TorchDataLoader(Squares(), batch_size=4)))
 
 
+@pytest.mark.report("pytorch/pytorch#5059")
 def test_random_numbers_of_numpy_do_not_repeat_between_threads_or_epochs() -> None:
     # pytorch#5059: worker processes used to repeat each other's numbers.
     loader = DataLoader(

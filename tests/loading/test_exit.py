@@ -84,6 +84,7 @@ def test_the_interpreter_exits_at_once_with_a_live_iterator(way: str) -> None:
     assert seconds < 5.0
 
 
+@pytest.mark.report("google/grain#1196")
 def test_an_exception_in_main_ends_the_process_with_one_traceback() -> None:
     # google/grain#1196
     code, _, err, seconds = run(

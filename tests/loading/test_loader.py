@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -122,9 +123,12 @@ def test_over_long_rows_are_an_error_by_default() -> None:
         {"timeout": 3, "num_workers": 0},
     ],
 )
-def test_impossible_arguments_are_refused(wrong: dict[str, Any]) -> None:
+@pytest.mark.report("pytorch/pytorch#11599")
+def test_impossible_arguments_are_refused(wrong: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         packed(**wrong)
+    gc.collect()
+    assert capfd.readouterr() == ("", "")  # nothing half built was cleaned up
 
 
 def test_the_queue_is_bounded_by_prefetch_factor_times_workers() -> None:
@@ -149,8 +153,9 @@ def test_processes_are_ahead_by_as_many_batches_as_asked_for() -> None:
     assert loader.prefetch_factor == 3
 
 
+@pytest.mark.report("ByteDance-Seed/VeOmni#789")
 def test_building_and_opening_touches_no_row_and_starts_no_thread() -> None:
-    # VeOmni#789: a thread in the constructor moved the state before anything was consumed.
+    # A thread in the constructor moved the state before anything was consumed.
     import threading
 
     before = threading.active_count()

@@ -29,6 +29,9 @@ from multipack.order.stream import StreamPacker
 
 @pytest.mark.parametrize("saved", WAYS)
 @pytest.mark.parametrize("taken", [0, 1, 5, 19])
+@pytest.mark.report("Red-Hat-AI-Innovation-Team/mini_trainer#79")
+@pytest.mark.report("Lightning-AI/litData#316")
+@pytest.mark.report("Lightning-AI/litData#24")
 def test_resuming_equals_never_stopping_for_any_workers(saved: dict[str, Any], taken: int) -> None:
     whole = packed(num_workers=0)
     expected = [keys(whole) for _ in range(3)]
@@ -45,8 +48,8 @@ def test_resuming_equals_never_stopping_for_any_workers(saved: dict[str, Any], t
         assert keys(resumed) == expected[2]  # later epochs are whole
 
 
+@pytest.mark.report("meta-pytorch/data#1520")
 def test_state_counts_what_was_yielded_not_what_was_prefetched() -> None:
-    # meta-pytorch/data#1518
     loader = packed(prefetch_batches=10)
     iterator = iter(loader)
     for _ in range(3):
@@ -71,8 +74,9 @@ def test_a_pass_is_of_the_epoch_it_began_in_and_counts_for_no_other(dealt: bool)
     assert (sampler.epoch, loader.state_dict()["sampler"]["batches"]) == (5, 0)
 
 
+@pytest.mark.report("meta-pytorch/data#1437")
 def test_a_state_saved_after_a_whole_epoch_yields_a_whole_next_one() -> None:
-    # meta-pytorch/data#1437, also inside the loop, at the last batch
+    # Also inside the loop, at the last batch.
     loader = packed()
     first = list(loader)
     state = loader.state_dict()
@@ -136,8 +140,8 @@ def test_state_of_other_data_is_refused() -> None:
             packed().load_state_dict(other)
 
 
+@pytest.mark.report("huggingface/datasets#5454")
 def test_skipping_a_million_batches_reads_no_row() -> None:
-    # huggingface/datasets#5454
     rows = Rows(1_000_010)
     for sampler in (None, MultipackBatchSampler(np.ones(1_000_010, np.uint16), 1, shuffle=False)):
         batches: dict[str, Any] = {"batch_sampler": sampler} if sampler is not None else {"batch_size": 1}
@@ -262,8 +266,9 @@ def test_state_with_other_generators_is_refused() -> None:
         shuffled("in order", {}).load_state_dict(state)
 
 
+@pytest.mark.report("huggingface/accelerate#2016")
 def test_an_epoch_set_by_hand_is_part_of_the_state() -> None:
-    # accelerate#2016: a stop in epoch 1 resumed with the order of epoch 0
+    # A stop in epoch 1 resumed with the order of epoch 0
     def build() -> DataLoader[Any]:
         rows = Rows(10)
         return DataLoader(rows, 2, sampler=DistributedSampler(rows, num_replicas=1, rank=0, seed=1))

@@ -57,6 +57,7 @@ class CountingSource:
     delays=st.lists(st.integers(0, 2), min_size=1, max_size=7),
 )
 @settings(deadline=None, max_examples=60)
+@pytest.mark.report("lorenzoh/DataLoaders.jl#23")
 def test_order_is_kept_for_any_depth_and_number_of_threads(
     count: int, depth: int, threads: int, delays: list[int]
 ) -> None:
@@ -147,6 +148,7 @@ def failing_at_two(error: BaseException) -> Iterator[int]:
     "error", [ValueError("bad"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), OwnError()]
 )
 @pytest.mark.parametrize("depth", [0, 1, 10])
+@pytest.mark.report("RadarML/red-rover#23")
 def test_any_exception_of_the_source_reaches_the_consumer_with_its_traceback(
     error: BaseException, depth: int
 ) -> None:
@@ -230,6 +232,8 @@ def leave_by_exception(iterator: Iterator[int]) -> None:
 @pytest.mark.parametrize("leave", [leave_by_break, leave_by_close, leave_by_with, leave_by_exception])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.report("fgnt/lazy_dataset#58")
+@pytest.mark.report("google/grain#1069")
 def test_leaving_early_ends_the_threads_within_a_second_and_reads_no_more(
     leave: Callable[[Iterator[int]], None], depth: int, threads: int
 ) -> None:
@@ -244,6 +248,7 @@ def test_leaving_early_ends_the_threads_within_a_second_and_reads_no_more(
     assert source.taken == taken
 
 
+@pytest.mark.report("google/grain#1021")
 def test_dropped_iterators_leave_no_thread() -> None:
     iterators = [iter(Prefetcher(range(100), depth=3)) for _ in range(50)]
     for iterator in iterators:

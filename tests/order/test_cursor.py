@@ -48,6 +48,7 @@ def test_a_loaded_position_is_used_once(kind, taken):
 
 
 @KINDS
+@pytest.mark.report("allenai/open-instruct#681")
 def test_a_position_belongs_to_its_epoch(kind):
     stopped, sampler, fresh = sampler_of(kind), sampler_of(kind), sampler_of(kind)
     list(islice(stopped, 5))

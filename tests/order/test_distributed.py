@@ -19,6 +19,7 @@ def test_alone_without_any_hint():
     check_agreement("anything")  # nobody to disagree with
 
 
+@pytest.mark.report("EleutherAI/bergson#214")
 def test_torchrun_environment_counts_before_a_process_group_exists(monkeypatch):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -35,6 +36,7 @@ def test_arguments_win(monkeypatch):
     assert rank_and_world_size(None, 8) == (2, 8)
 
 
+@pytest.mark.report("ahmdtaha/simsiam#4")
 def test_the_gpu_number_is_not_a_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert rank_and_world_size() == (0, 1)

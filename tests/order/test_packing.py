@@ -194,7 +194,9 @@ def test_auto_finds_the_exact_packing_of_triplets():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_bins_for_every_kind_of_integers(method):
+@pytest.mark.report("foundation-model-stack/fms-acceleration#100")
+def test_the_same_bins_for_every_kind_of_integers(method, caplog):
+    caplog.set_level("DEBUG")
     lengths = np.random.default_rng(4).integers(1, 4000, 2000)
     expected = pack(lengths, 4096, method=method, seed=5)
     strided = np.stack([lengths, lengths], axis=1)[:, 0]
@@ -212,6 +214,7 @@ def test_the_same_bins_for_every_kind_of_integers(method):
         packing = pack(kind, 4096, method=method, seed=5)
         assert np.array_equal(packing.indices, expected.indices)
         assert np.array_equal(packing.offsets, expected.offsets)
+    assert caplog.records == []
 
 
 def test_plans_are_the_same_on_every_platform():
@@ -329,6 +332,7 @@ def test_the_largest_permutation_stays_inside_its_rows():
     assert rows.max() < 2**62
 
 
+@pytest.mark.report("benmaier/binpacking#15")
 def test_nothing_to_pack():
     packing = pack([], 10)
     assert len(packing) == 0

@@ -94,9 +94,11 @@ def test_rows_packed_together_seldom_meet_again():
     assert met_again("best_fit_decreasing") > 0.01  # sorting ties bins to lengths: they meet again
 
 
-def test_position_in_the_epoch_says_nothing_about_length():
+@pytest.mark.report("Qihoo360/360-LLaMA-Factory#27")
+@pytest.mark.parametrize("method", ["auto", "stream", "best_fit_decreasing", "next_fit"])
+def test_position_in_the_epoch_says_nothing_about_length(method):
     lengths = np.random.default_rng(2).integers(1, 101, 5000)
-    plan = EpochPlan(lengths, 256)
+    plan = EpochPlan(lengths, 256, method=method)
     longest = [lengths[rows].max() for rows in plan.bins(0, len(plan))]
     assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.1
 

@@ -172,6 +172,7 @@ def run(samplers, num_steps, accumulate):
     balance=st.sampled_from(BALANCE_MODES),
     epoch=st.integers(0, 2),
 )
+@pytest.mark.report("PrimeIntellect-ai/prime-rl#1035")
 def test_each_row_once_over_any_chain_of_resumes(chain, balance, epoch):
     """Stop after any optimizer step on R ranks and go on with other ranks and another accumulate, again and again."""
     state, seen = None, []
@@ -193,6 +194,7 @@ def test_each_row_once_over_any_chain_of_resumes(chain, balance, epoch):
 
 @pytest.mark.parametrize("balance", BALANCE_MODES)
 @pytest.mark.parametrize("stop", [0, 1, 5, 17, 32])
+@pytest.mark.report("google/grain#1178")
 def test_resumed_goes_on_as_if_never_stopped(balance, stop):
     arguments = dict(num_replicas=2, rank=1, accumulate=4, balance=balance)
     whole = DistributedBatchSampler(packed(), **arguments)
@@ -207,6 +209,7 @@ def test_resumed_goes_on_as_if_never_stopped(balance, stop):
     assert taken + rest == batches
 
 
+@pytest.mark.report("EleutherAI/bergson#352")
 def test_epochs_move_on_by_themselves_once_all_was_yielded():
     sampler = packed()
     first, second = list(sampler), list(sampler)
@@ -332,6 +335,7 @@ def test_numbers_of_numpy_are_those_of_python():
 
 
 @pytest.mark.parametrize("seed", [-1, -(2**80), 2**64 + 5])
+@pytest.mark.report("meta-pytorch/torchtune#2339")
 def test_seeds_of_any_size_and_sign_name_an_order(seed):
     assert rows([packed(seed=seed)]) == list(range(400))
     assert list(packed(seed=seed)) == list(packed(seed=seed)) != list(packed(seed=seed + 1))
@@ -344,6 +348,7 @@ def test_state_behind_the_last_batch_is_the_next_epoch():
     assert (sampler.epoch, sampler.remaining) == (1, len(sampler))
 
 
+@pytest.mark.report("ray-project/ray_lightning#252")
 def test_frameworks_find_what_they_look_for():
     for sampler in (packed(), DistributedBatchSampler(packed(), num_replicas=2, rank=0)):
         assert isinstance(sampler, torch.utils.data.Sampler)
@@ -382,6 +387,7 @@ def test_a_row_sampler_with_a_seed_can_be_dealt_but_not_resumed():
         sampler.state_dict()
 
 
+@pytest.mark.report("pytorch/pytorch#49172")
 def test_pad_repeats_the_first_batches_and_marks_them():
     batches = [[0], [1], [2]]
     dealt = [list(s) for s in ranks_of(lambda: bins_sampler(batches), 7, tail="pad")]
@@ -592,6 +598,7 @@ def test_a_later_epoch_that_is_not_even_is_an_error_as_well():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.report("meta-pytorch/torchft#292")
 def test_another_size_of_the_optimizer_step_is_logged_once_for_all_ranks(caplog, accumulate):
     state = DistributedBatchSampler(packed(), num_replicas=2, rank=0, accumulate=2).state_dict()
     for sampler in ranks_of(packed, 4, accumulate=accumulate):

@@ -41,6 +41,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.report("deepspeedai/DeepSpeed#6914")
 def test_a_file_that_contradicts_the_run_is_refused(tmp_path, name):
     wrong, message = FILES[name]
     path = tmp_path / "ds.json"

@@ -10,6 +10,7 @@ from multipack.train import loss as loss_module
 from multipack.train.loss import causal_lm_loss_sum, cross_entropy_sum, predicting_positions
 
 
+@pytest.mark.report("MeetKai/functionary#265")
 def test_packed_loss_is_the_sum_over_single_sequences():
     sequences = random_sequences([9, 1, 20, 4])
     right = torch.cat(list(sequence_losses(tiny_llama(attention="eager"), sequences)))

@@ -46,9 +46,11 @@ def test_history_command_names_the_sizes_that_work():
         assert sizes(**{"train_batch_size": 256} | remedy).steps_per_iteration == 1
 
 
+@pytest.mark.report("hpcaitech/ColossalAI#5066")
 def test_256_experiences_give_the_history_one_step():
-    # hpcaitech/ColossalAI#5066, second run: 32 a rank on 8 ranks.
-    assert sizes(rollout_batch_size=256, train_batch_size=256).steps_per_iteration == 1
+    # The report's second run: 32 a rank on 8 ranks.
+    enough = sizes(rollout_batch_size=256, train_batch_size=256)
+    assert (enough.prompts_per_rank, enough.steps_per_iteration) == (32, 1)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,7 @@ def test_optimizer_steps_and_replay_ratio(mode, count, train, steps, ratio):
 
 
 @pytest.mark.parametrize(("prompts", "remedy"), [(60, "56 or 64"), (7, "Use 8"), (65, "64 or 72")])
+@pytest.mark.report("huggingface/accelerate#358")
 def test_every_rank_gets_the_same_number_of_prompts(prompts, remedy):
     with pytest.raises(ValueError, match=rf"rollout_batch_size is {prompts} prompts for 8 ranks.*{remedy}"):
         sizes(rollout_batch_size=prompts, train_batch_size=8)
@@ -94,8 +97,9 @@ def test_uneven_training_batches_need_no_divisibility():
 @pytest.mark.parametrize(
     ("num_prompts", "right"), [(30, [16, 14]), (20, [16, 4]), (10, [10]), (32, [16, 16])]
 )
+@pytest.mark.report("NVIDIA-NeMo/labs-molt#85")
 def test_collect_steps_take_every_prompt_once(num_prompts, right):
-    # NVIDIA-NeMo/labs-molt#85: prompts that the batch does not divide must end, each once an episode.
+    # Prompts that the batch does not divide must end, each once an episode.
     assert list(collect_sizes(num_prompts, 16, 1)) == right
     assert list(collect_sizes(num_prompts, 16, 2)) == right * 2
 
@@ -106,8 +110,9 @@ def test_iterations_go_on_across_episodes():
     assert buffer_sizes(chosen, 20, 2) == [36, 4]
 
 
+@pytest.mark.report("LeapLabTHU/Absolute-Zero-Reasoner#14")
 def test_too_few_prompts_are_found_before_generation():
-    # LeapLabTHU/Absolute-Zero-Reasoner#14: 64 prompts, 40 too long, batch 32: the loader was empty.
+    # 64 prompts, 40 too long, batch 32: the loader was empty.
     chosen = sizes(rollout_batch_size=32, train_batch_size=32)
     with pytest.raises(ValueError, match=r"64 prompts, 40 of them dropped.*leave 24.*24 < 32") as raised:
         check_prompts(chosen, num_prompts=24, num_dropped=40, num_episodes=1)

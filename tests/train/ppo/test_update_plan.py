@@ -86,6 +86,7 @@ def test_sampled_steps_have_no_row_twice():
     ("buffer", "batch", "mode", "count", "steps"),
     [(64, 64, "epochs", 1, 1), (64, 16, "epochs", 4, 16), (14, 16, "epochs", 2, 2), (14, 16, "steps", 5, 5)],
 )
+@pytest.mark.report("InternLM/xtuner#1393")
 def test_count_of_optimizer_steps(buffer, batch, mode, count, steps):
     assert num_optimizer_steps(buffer, batch, mode, count) == steps
     assert len(list(step_rows(buffer, batch, mode, count, [0]))) == steps

@@ -1,4 +1,4 @@
-"""One of two ranks for the reports that need ranks that talk; writes what it found as JSON."""
+"""One of two ranks for the tests of token weights; writes what it found as JSON."""
 
 from __future__ import annotations
 

@@ -1,26 +1,19 @@
-"""Public bug reports on samplers: ranks, tails, lengths, seeds. The name of a test is repository and number."""
+"""Tails and lengths: what every rank gets where batches do not divide among them."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 from multipack import DistributedBatchSampler, EpochPlan, MultipackBatchSampler
-from multipack.data.dataset import TokenDataset
-from multipack.loading.loader import DataLoader
 from multipack.loading.packed import packed_dataloader
 from multipack.order.batch import BatchIndices
 from multipack.order.dealing import Tail
-from multipack.train.ppo.sizes import PPOSizes
 
 
 def in_order(count: int, batch_size: int, drop_last: bool = False) -> BatchSampler:
@@ -44,31 +37,24 @@ def once(ranks: list[list[BatchIndices]]) -> list[int]:
     return sorted(row for batches in ranks for batch in batches if not batch.repeated for row in batch)
 
 
-class Numbers(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
+class Grouped:
+    """Batches that never mix groups, as torchvision's; says the right length or another."""
+
+    def __init__(self, sizes: list[int], batch_size: int, announced: int) -> None:
+        self.sizes, self.batch_size, self.announced = sizes, batch_size, announced
 
     def __len__(self) -> int:
-        return self.length
+        return self.announced
 
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Counting(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(12))
+    def __iter__(self) -> Iterator[list[int]]:
+        first = 0
+        for size in self.sizes:
+            yield from BatchSampler(range(first, first + size), self.batch_size, False)
+            first += size
 
 
-def test_pytorch_49172_three_samples_on_seven_ranks() -> None:
-    ranks = dealt(in_order(3, 1), 7, "pad")
-    assert ranks == [[[0]], [[1]], [[2]], [[0]], [[1]], [[2]], [[0]]]
-    assert [batches[0].repeated for batches in ranks] == [False] * 3 + [True] * 4
-    with pytest.raises(ValueError, match="has 3 batches: too few to give 7 ranks"):
-        DistributedBatchSampler(in_order(3, 1), num_replicas=7, rank=0, tail="drop")
-
-
-def test_storage_455_shards_give_every_rank_as_many_batches() -> None:
+@pytest.mark.report("mlcommons/storage#455")
+def test_every_rank_has_as_many_batches() -> None:
     # 100 samples in batches of 3 make 34 batches, 4 on each of 7 ranks and 6 left over.
     dropped = dealt(in_order(100, 3), 7, "drop")
     assert [len(batches) for batches in dropped] == [4] * 7
@@ -79,7 +65,8 @@ def test_storage_455_shards_give_every_rank_as_many_batches() -> None:
         assert once(kept) == list(range(100))
 
 
-def test_samudra_557_every_nth_batch_with_an_even_tail() -> None:
+@pytest.mark.report("m2lines/Samudra#557")
+def test_tails_of_fewer_batches_than_ranks() -> None:
     assert [len(batches) for batches in dealt(in_order(5, 1), 2, "drop")] == [2, 2]
     padded = dealt(in_order(5, 1), 2, "pad")
     assert padded == [[[0], [2], [4]], [[1], [3], [0]]]
@@ -96,7 +83,8 @@ def test_samudra_557_every_nth_batch_with_an_even_tail() -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_lhotse_1277_a_tail_with_fewer_examples_than_ranks(packing: bool) -> None:
+@pytest.mark.report("lhotse-speech/lhotse#1277")
+def test_a_tail_with_fewer_sequences_than_ranks_repeats_one_and_marks_it(packing: bool) -> None:
     def last_step(count: int) -> list[BatchIndices]:
         # Batches of 4 sequences: one micro-step of 4 ranks takes 16.
         sampler: Any = in_order(16 + count, 4)
@@ -115,7 +103,8 @@ def test_lhotse_1277_a_tail_with_fewer_examples_than_ranks(packing: bool) -> Non
     assert not any(batch.repeated for batch in six)
 
 
-def test_accelerate_4122_len_is_what_every_rank_yields() -> None:
+@pytest.mark.report("huggingface/accelerate#4122")
+def test_len_is_what_every_rank_yields() -> None:
     assert [len(batches) for batches in dealt(in_order(3, 2), 2, "pad")] == [1, 1]  # batches of 2 a rank
     assert [len(batches) for batches in dealt(in_order(3, 1), 2, "pad")] == [
         2,
@@ -133,20 +122,8 @@ def test_accelerate_4122_len_is_what_every_rank_yields() -> None:
             assert [len(batches) for batches in yielded] == [wanted] * ranks
 
 
-def test_accelerate_358_a_global_batch_that_the_ranks_do_not_divide() -> None:
-    """A batch is a rank's everywhere but in PPO, so only there can the two disagree."""
-    with pytest.raises(ValueError, match=r"8 prompts for 3 ranks.* Use 6 or 9"):
-        PPOSizes(
-            num_replicas=3,
-            rollout_batch_size=8,
-            num_collect_steps=1,
-            train_batch_size=3,
-            update_mode="epochs",
-            num_update_steps=1,
-        )
-
-
-def test_accelerate_2316_repeats_are_marked() -> None:
+@pytest.mark.report("huggingface/accelerate#2316")
+def test_repeats_are_marked() -> None:
     padded = dealt(in_order(24, 1), 5, "pad")
     assert padded[4] == [[4], [9], [14], [19], [0]]
     marks = [[batch.repeated for batch in batches] for batches in padded]
@@ -156,26 +133,8 @@ def test_accelerate_2316_repeats_are_marked() -> None:
     assert once(dropped) == list(range(20))
 
 
-def test_accelerate_2007_no_remainder_is_cut_from_whole_batches() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    try:
-        accelerator = accelerate.Accelerator(cpu=True)
-        for count, results in ((9, 5), (11, 10)):
-            batches = DistributedBatchSampler(in_order(count, 5, drop_last=True), num_replicas=1, rank=0)
-            ours = DataLoader(Numbers(count), batch_sampler=batches)
-            plain = DataLoader(Numbers(count), batch_size=5, drop_last=True)
-            for loader in (ours, plain):
-                prepared = accelerator.prepare(loader)
-                gathered = torch.cat([accelerator.gather_for_metrics(batch) for batch in prepared])
-                assert gathered.tolist() == list(range(results))
-    finally:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
-
-
-def test_accelerate_961_no_rank_gets_an_empty_batch() -> None:
+@pytest.mark.report("huggingface/accelerate#961")
+def test_no_rank_gets_an_empty_batch() -> None:
     for tail in ("pad", "split"):
         ranks = dealt(in_order(5, 1), 4, tail)
         assert [[len(batch) for batch in batches] for batches in ranks] == [[1, 1]] * 4
@@ -183,7 +142,8 @@ def test_accelerate_961_no_rank_gets_an_empty_batch() -> None:
     assert [len(batches) for batches in dealt(in_order(5, 1), 4, "drop")] == [1] * 4
 
 
-def test_training_625_ranks_share_one_permutation() -> None:
+@pytest.mark.report("mlcommons/training#625")
+def test_ranks_share_one_permutation() -> None:
     """Seeds that differ between ranks are found by `check_agreement`; see the ranks' test."""
     ranks = dealt(MultipackBatchSampler(np.full(100_000, 20), 2000, seed=3), 4, "split")
     rows = [{row for batch in batches for row in batch} for batches in ranks]
@@ -196,71 +156,8 @@ def test_training_625_ranks_share_one_permutation() -> None:
         DistributedBatchSampler(BatchSampler(RandomSampler(range(100)), 2, False), num_replicas=4, rank=0)
 
 
-def test_torchtune_2339_the_seed_counts() -> None:
-    def order(seed: int) -> list[list[int]]:
-        return [list(batch) for batch in MultipackBatchSampler([1] * 100, 4, seed=seed)]
-
-    assert order(1) != order(2)
-    assert order(1) == order(1)
-    state = MultipackBatchSampler([1] * 100, 4, seed=7).state_dict()
-    assert json.loads(state["fingerprint"])["seed"] == 7
-
-
-@pytest.mark.parametrize("ranks", [0, 1])
-def test_bergson_352_each_epoch_has_its_own_order_without_set_epoch(ranks: int) -> None:
-    sampler: Any = MultipackBatchSampler([1] * 100, 5)
-    if ranks:
-        sampler = DistributedBatchSampler(sampler, num_replicas=1, rank=0)
-    epochs = [[row for batch in sampler for row in batch] for _ in range(3)]
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
-
-
-@pytest.mark.parametrize(
-    "way", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "worker_type": "process"}]
-)
-def test_openrlhf_1355_the_ambient_random_state_has_no_say(way: dict[str, Any]) -> None:
-    orders = set()
-    for drawn in (0, 1, 5):
-        torch.rand(drawn)
-        np.random.random(drawn)
-        sampler = MultipackBatchSampler([1] * 50, 5, seed=42)
-        loader = DataLoader(Numbers(50), batch_sampler=sampler, **way)
-        orders.add(tuple(torch.cat(list(loader)).tolist()))
-    plain = [row for batch in MultipackBatchSampler([1] * 50, 5, seed=42) for row in batch]
-    assert orders == {tuple(plain)}
-
-
-def test_bergson_214_ranks_before_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    sampler = DistributedBatchSampler(MultipackBatchSampler([1] * 100, 1))
-    assert (sampler.rank, sampler.num_replicas, len(sampler), len(list(sampler))) == (2, 4, 25, 25)
-    given = DistributedBatchSampler(MultipackBatchSampler([1] * 100, 1), rank=1, num_replicas=2)
-    assert (given.rank, given.num_replicas) == (1, 2)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match="built for rank 2 of 4, but the process group says rank 0 of 1"):
-            next(iter(sampler))
-        assert DistributedBatchSampler(MultipackBatchSampler([1] * 100, 1)).num_replicas == 1
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("device", [4, 5])
-def test_simsiam_4_a_device_number_is_no_rank(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What says which device: none of it is asked.
-    monkeypatch.setenv("LOCAL_RANK", str(device))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    found = DistributedBatchSampler(in_order(100, 1))
-    assert (found.rank, found.num_replicas) == (1, 4)
-    with pytest.raises(ValueError, match=f"rank {device} is outside 0..3 of 4 ranks"):
-        DistributedBatchSampler(in_order(100, 1), num_replicas=4, rank=device)
-
-
-def test_xtuner_436_the_last_step_of_a_rounded_up_epoch() -> None:
+@pytest.mark.report("InternLM/xtuner#436")
+def test_the_last_step_of_a_rounded_up_epoch() -> None:
     """The report pads by 109 samples to 8 x 16 a step; we repeat whole batches, 6 x 16, or none at all by default: the loss is
     divided by the target tokens that count, so a smaller last step weighs what it holds."""
     padded = dealt(in_order(10_003, 16), 8, "pad")
@@ -276,7 +173,8 @@ def test_xtuner_436_the_last_step_of_a_rounded_up_epoch() -> None:
     assert not any(batch.repeated for batches in even for batch in batches)
 
 
-def test_trl_943_len_counts_bins() -> None:
+@pytest.mark.report("huggingface/trl#943")
+def test_len_counts_bins() -> None:
     sampler = MultipackBatchSampler([10] * 100, 40)
     loader = packed_dataloader((np.zeros(1000, np.int32), np.arange(0, 1001, 10)), 40, rank=0, num_replicas=1)
     assert len(sampler) == len(loader) == 25
@@ -286,23 +184,8 @@ def test_trl_943_len_counts_bins() -> None:
         assert len(sampler) == len(list(sampler)) == 25
 
 
-class Grouped:
-    """Batches that never mix groups, as torchvision's; says the right length or another."""
-
-    def __init__(self, sizes: list[int], batch_size: int, announced: int) -> None:
-        self.sizes, self.batch_size, self.announced = sizes, batch_size, announced
-
-    def __len__(self) -> int:
-        return self.announced
-
-    def __iter__(self) -> Iterator[list[int]]:
-        first = 0
-        for size in self.sizes:
-            yield from BatchSampler(range(first, first + size), self.batch_size, False)
-            first += size
-
-
-def test_vision_9127_the_length_of_groups_is_the_sum_of_theirs() -> None:
+@pytest.mark.report("pytorch/vision#9127")
+def test_the_length_of_groups_is_the_sum_of_theirs() -> None:
     # Windows are our groups: 4 and 7 rows of one token in bins of 3 make 2 + 3 bins, not ceil(11 / 3).
     plan = EpochPlan([1] * 11, 3, window=2, shuffle_block=4)
     assert [len(plan._window_of(w).rows) for w in range(plan.num_windows)] == [4, 7]
@@ -313,7 +196,8 @@ def test_vision_9127_the_length_of_groups_is_the_sum_of_theirs() -> None:
 
 
 @pytest.mark.parametrize("announced", [3, 4, 6])
-def test_sentence_transformers_3348_an_estimated_length_is_an_error(announced: int) -> None:
+@pytest.mark.report("huggingface/sentence-transformers#3348")
+def test_an_estimated_length_is_an_error(announced: int) -> None:
     """The ranks' steps follow from the length before the first batch, so one that turns out wrong is no longer a detail."""
     sampler = DistributedBatchSampler(Grouped([4, 7], 3, announced), num_replicas=1, rank=0)
     found = "more" if announced < 5 else 5
@@ -327,24 +211,8 @@ def test_sentence_transformers_3348_an_estimated_length_is_an_error(announced: i
         assert len(ours) == len(list(ours))
 
 
-@pytest.mark.parametrize(
-    "way", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "worker_type": "process"}]
-)
-def test_grain_1129_workers_do_not_change_what_is_dropped(way: dict[str, Any]) -> None:
-    loader = DataLoader(Numbers(12), batch_size=4, drop_last=True, **way)
-    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    if (
-        way.get("worker_type") != "process"
-    ):  # each of torch's worker processes reads a whole iterable data set
-        stream = DataLoader(Counting(), batch_size=4, drop_last=True, **way)
-        assert [batch.tolist() for batch in stream] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    packed = DataLoader(
-        Numbers(12), batch_sampler=MultipackBatchSampler([1] * 12, 2, bins_per_batch=2, drop_last=True), **way
-    )
-    assert len(packed) == len(list(packed)) == 3
-
-
-def test_axolotl_1966_len_and_state_need_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.report("axolotl-ai-cloud/axolotl#1966")
+def test_len_and_state_need_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any collective would raise here, because there is no group of 2; two real ranks are in tests/distributed."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -357,12 +225,3 @@ def test_axolotl_1966_len_and_state_need_no_other_rank(monkeypatch: pytest.Monke
     assert alone.state_dict() == alone.state_dict()
     assert str(alone.stats)
     assert len(loaders[1]) == 20
-
-
-@pytest.mark.parametrize("kind", ["list", "numpy", "tensor"])
-def test_transformers_43363_rows_with_a_leading_one_have_their_own_length(kind: str) -> None:
-    make = {"list": np.ndarray.tolist, "numpy": np.asarray, "tensor": torch.from_numpy}[kind]
-    rows = [make(np.arange(length)[None]) for length in (7, 3)]
-    dataset = TokenDataset([{"input_ids": row} for row in rows])
-    assert dataset.lengths.tolist() == [7, 3]
-    assert len(MultipackBatchSampler(dataset.lengths, 7)) == 2
