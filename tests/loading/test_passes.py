@@ -171,8 +171,8 @@ def test_exhaustion_inside_a_generator_is_plain() -> None:
     "way",
     [
         {"num_workers": 0},
-        {"num_workers": 1},
-        {"num_workers": 3},
+        {"num_workers": 1, "worker_type": "thread"},
+        {"num_workers": 3, "worker_type": "thread"},
         {"num_workers": 2, "worker_type": "process"},
     ],
 )
@@ -206,7 +206,8 @@ def test_a_prefetch_of_zero_is_synchronous() -> None:
 @pytest.mark.report("karpathy/nanochat#371")
 def test_a_small_data_set_ends_or_begins_anew_and_never_waits() -> None:
     """A pass ends; going round is one more `iter`, here by `itertools`."""
-    loader = DataLoader(Items(6), batch_size=None, prefetch_batches=4)
+    thread: Any = {"num_workers": 1, "worker_type": "thread"}
+    loader = DataLoader(Items(6), batch_size=None, prefetch_batches=4, **thread)
     assert list(loader) == [0, 1, 2, 3, 4, 5]
     rounds = itertools.chain.from_iterable(itertools.repeat(loader))
     assert list(itertools.islice(rounds, 10)) == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
@@ -242,7 +243,7 @@ def test_a_plan_is_a_few_flat_arrays() -> None:
 
 
 @pytest.mark.parametrize(
-    "way", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "worker_type": "process"}]
+    "way", [{"num_workers": 0}, *({"num_workers": 2, "worker_type": kind} for kind in ("thread", "process"))]
 )
 @pytest.mark.report("OpenRLHF/OpenRLHF#1355")
 def test_the_ambient_random_state_has_no_say(way: dict[str, Any]) -> None:
