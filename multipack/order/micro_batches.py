@@ -10,15 +10,23 @@ import heapq
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from multipack.arguments import whole_number
 from multipack.order.balance import batch_cost, deal
 from multipack.order.batch import BatchIndices
-from multipack.order.packing import as_lengths, pack
+from multipack.order.groups import Groups, as_groups
+from multipack.order.packing import as_lengths, check_lengths, checked_capacity, pack
 
 Rows = NDArray[np.int64]
 
 
 def split_micro_batches(
-    lengths: ArrayLike, capacity: int, *, num_replicas: int, hidden_size: int = 4096
+    lengths: ArrayLike,
+    capacity: int,
+    *,
+    num_replicas: int,
+    hidden_size: int = 4096,
+    groups: Groups | ArrayLike | None = None,
+    multiple_of: int = 1,
 ) -> list[list[BatchIndices]]:
     """Spread sequences over ranks in as few rounds of micro-batches as hold them, with costs as even as can be.
 
@@ -27,23 +35,32 @@ def split_micro_batches(
         capacity: token slots of a micro-batch of one rank.
         num_replicas: number of ranks.
         hidden_size: of the model; says how much attention adds to the cost of a long sequence.
+        groups: one key a sequence, such as its prompt's id: sequences with equal keys share a micro-batch.
+        multiple_of: the number of micro-steps is a multiple of this, as interleaved pipelines need.
 
     Returns:
         Micro-batches by micro-step and rank, `answer[micro_step][rank]`: positions in the lengths, at least one. Each sequence is
-        in exactly one that is not `repeated`; those that are only keep their rank in step, because there are fewer sequences than
-        micro-batches, and count for nothing.
+        in exactly one that is not `repeated`; those that are only keep their rank in step, because there are fewer sequences (or
+        groups) than micro-batches, and count for nothing.
 
     Raises:
-        ValueError: there is no sequence, a length is outside 1..capacity, or num_replicas is below 1.
+        TypeError: a number is no whole number, or the groups' keys are neither whole numbers nor strings.
+        ValueError: there is no sequence, a length or the sum of a group is outside 1..capacity (names it), or num_replicas or
+            multiple_of is below 1.
     """
     sizes = as_lengths(lengths)
     if sizes.size == 0 or num_replicas < 1:
         raise ValueError(
             f"{sizes.size} sequences cannot be split over {num_replicas} ranks: no rank would have a micro-batch."
         )
-    bins = _even_bins(sizes.astype(np.int64), capacity, num_replicas)
-    num_repeats = -len(bins) % num_replicas
+    check_lengths(sizes, checked_capacity(capacity))
     wide = sizes.astype(np.int64)
+    round_of = num_replicas * whole_number("multiple_of", multiple_of, 1)
+    if groups is None:
+        bins = _even_bins(wide, capacity, round_of)
+    else:
+        bins = _even_bins_of_groups(wide, capacity, round_of, as_groups(groups))
+    num_repeats = -len(bins) % round_of
     costs = batch_cost([wide[b].sum() for b in bins], [(wide[b] ** 2).sum() for b in bins], hidden_size)
     # Repeats cost less than anything, so that they share a micro-step.
     dealt = deal(np.concatenate([costs, np.zeros(num_repeats)]), num_replicas, "micro_step")
@@ -52,11 +69,20 @@ def split_micro_batches(
     return [[batches[b] for b in micro_step] for micro_step in dealt]
 
 
-def _even_bins(lengths: Rows, capacity: int, num_replicas: int) -> list[Rows]:
-    """Bins of similar size, a multiple of the ranks, as few as packing needs; fewer only if there are too few sequences."""
-    packing = pack(lengths, capacity, method="best_fit_decreasing")
+def _even_bins_of_groups(lengths: Rows, capacity: int, round_of: int, groups: Groups) -> list[Rows]:
+    tokens = groups.tokens(lengths)
+    groups.check_tokens(tokens, capacity)
+    return [
+        groups.expand(np.array([0, len(content)]), content)[1]
+        for content in _even_bins(tokens, capacity, round_of)
+    ]
+
+
+def _even_bins(lengths: Rows, capacity: int, round_of: int) -> list[Rows]:
+    """Bins of similar size, a multiple of `round_of`, as few as packing needs; fewer only if there are too few sequences."""
+    packing = min((pack(lengths, capacity, method=m) for m in ("best_fit_decreasing", "fewest")), key=len)
     packed = [np.asarray(packing[b], np.int64) for b in range(len(packing))]
-    num_bins = min(-(-len(packed) // num_replicas) * num_replicas, len(lengths))
+    num_bins = min(-(-len(packed) // round_of) * round_of, len(lengths))
     spread = _longest_first(lengths, num_bins)
     if max(int(lengths[rows].sum()) for rows in spread) <= capacity:
         return spread

@@ -39,10 +39,9 @@ def test_each_sequence_once_within_capacity_on_equal_ranks(lengths, capacity, ra
     assert Counter(row for rows in real for row in rows) == Counter(range(len(lengths)))
     assert all(sum(lengths[row] for row in rows) <= capacity for rows in real)
     # As few rounds as packing needs, and repeats only where there are fewer sequences than places.
-    needed = -(-len(pack(lengths, capacity, method="best_fit_decreasing")) // ranks)
-    assert len(step) == needed
+    assert len(step) <= -(-len(pack(lengths, capacity, method="best_fit_decreasing")) // ranks)
     num_repeats = sum(batch.repeated for micro_step in step for batch in micro_step)
-    assert num_repeats == max(0, needed * ranks - len(lengths))
+    assert num_repeats == max(0, len(step) * ranks - len(lengths))
 
 
 def test_micro_batches_of_a_round_are_even():
