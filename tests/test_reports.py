@@ -12,12 +12,13 @@ TESTS = Path(__file__).parent
 def marked() -> list[str]:
     """Reports that tests are marked with; a report may need several tests."""
     return [
-        call.args[0].value
+        ast.literal_eval(name)
         for path in TESTS.rglob("test_*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
         for call in node.decorator_list
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.report"
+        for name in call.args
     ]
 
 

@@ -19,7 +19,7 @@ from benchmarks import machine
 from benchmarks.record import FILE, MACHINE, Record
 from benchmarks.report.sections import Section
 
-LIMIT_S = 400
+LIMIT_S = 600
 
 
 @dataclass(frozen=True, kw_only=True)
