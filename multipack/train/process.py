@@ -17,6 +17,10 @@ _FAREWELL_S = 0.5
 kills them and itself (`terminate called without an active exception`), which befell one run in twenty on busy machines."""
 
 
+class RunError(RuntimeError):
+    """What the run was given cannot be trained on; a sentence that the user can act upon. The same on every rank."""
+
+
 @contextlib.contextmanager
 def process_group(timeout_s: float = 1800.0) -> Iterator[torch.device]:
     """Join the ranks that torchrun started, or make a group of one; gives this rank's device and leaves the group at the end.

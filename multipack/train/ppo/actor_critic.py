@@ -71,6 +71,7 @@ class ActorCritic(nn.Module):
         actions: Tensor,
         *,
         temperature: float | None = None,
+        hold_trunk: bool = False,
     ) -> Scores:
         """Score the actions with the networks in training.
 
@@ -79,10 +80,13 @@ class ActorCritic(nn.Module):
             positions: int64 [action_tokens], where each action is predicted from.
             actions: int64 [action_tokens], the tokens themselves.
             temperature: for tokens that were not sampled; None is that of sampling.
+            hold_trunk: keep the gradient of the values from layers that the policy shares with them.
         """
         outputs = self.actor(**inputs, logits_to_keep=positions, output_hidden_states=self.critic is None)
         logprobs, entropy = _logprobs_and_entropy(outputs.logits[0], actions, temperature or self.temperature)
         trunk = outputs.hidden_states[-1] if self.critic is None else self.critic(**inputs).last_hidden_state
+        if hold_trunk and self.critic is None:
+            trunk = trunk.detach()
         values = self.value_head(trunk[0, positions])[:, 0].float()
         return Scores(logprobs, entropy, values.clone())  # FSDP's outputs must be no views
 

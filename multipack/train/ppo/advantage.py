@@ -16,14 +16,14 @@ FloatArray = npt.NDArray[np.float32]
 
 
 def _advantages_in_place(
-    rewards: Any, values: Any, offsets: Any, discount: float, smoothing: float, advantages: Any
+    rewards: Any, values: Any, offsets: Any, discount: float, gae_lambda: float, advantages: Any
 ) -> None:
     for sequence in range(len(offsets) - 1):
         later_value = 0.0  # a response ends its episode, also where it was cut off at the length limit
         later_advantage = 0.0
         for token in range(offsets[sequence + 1] - 1, offsets[sequence] - 1, -1):
-            surprise = rewards[token] + discount * later_value - values[token]
-            later_advantage = surprise + discount * smoothing * later_advantage
+            td_error = rewards[token] + discount * later_value - values[token]
+            later_advantage = td_error + discount * gae_lambda * later_advantage
             later_value = values[token]
             advantages[token] = later_advantage
 
@@ -37,7 +37,7 @@ def generalized_advantages(
     offsets: npt.NDArray[np.int64],
     *,
     discount: float,
-    smoothing: float,
+    gae_lambda: float,
 ) -> tuple[FloatArray, FloatArray]:
     """Generalized advantage estimation (Schulman et al. 2016) of many responses at once.
 
@@ -46,7 +46,7 @@ def generalized_advantages(
         values: the critic's value before each action token, shape [action_tokens], float32.
         offsets: response s is `rewards[offsets[s]:offsets[s + 1]]`, shape [sequences + 1]; empty responses are allowed.
         discount: gamma, 0..1.
-        smoothing: lambda, 0..1: 0 trusts the critic, 1 the rewards alone.
+        gae_lambda: lambda, 0..1: 0 trusts the critic, 1 the rewards alone.
 
     Returns:
         advantages and returns (advantages + values), float32, shape [action_tokens].
@@ -66,7 +66,7 @@ def generalized_advantages(
         np.ascontiguousarray(values, np.float32),
         np.ascontiguousarray(offsets, np.int64),
         float(discount),
-        float(smoothing),
+        float(gae_lambda),
         advantages,
     )
     return advantages, advantages + np.asarray(values, np.float32)

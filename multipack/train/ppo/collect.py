@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from multipack.train.engine import Engine
+from multipack.train.ppo.advantage import FloatArray
 from multipack.train.ppo.config import PPOConfig
 from multipack.train.ppo.exchange import together
 from multipack.train.ppo.generate import Responses, sequence_uniforms
@@ -29,12 +30,13 @@ def collect(
         phases: gets the times of "generation", "reward" and "exchange".
 
     Raises:
-        RuntimeError: generation or the reward failed on some rank; every rank raises, none is left waiting.
+        RuntimeError: generation failed on some rank; every rank raises, none is left waiting.
+        RunError: the reward did.
     """
     with phases("generation"):
         responses = _generate(engine, task, prompt_rows, config)
     with phases("reward"):
-        shares = _reward(task, prompt_rows, responses)
+        shares = _reward(task, prompt_rows, responses, config.missing_eos_penalty)
     with phases("exchange"):
         return exchange_rollouts(shares)
 
@@ -63,17 +65,31 @@ def _respond(task: Task, rows: Sequence[int], collect_step: int, config: PPOConf
 
 
 def _reward(
-    task: Task, prompt_rows: Mapping[int, Sequence[int]], responses: Sequence[Responses]
+    task: Task,
+    prompt_rows: Mapping[int, Sequence[int]],
+    responses: Sequence[Responses],
+    missing_eos_penalty: float,
 ) -> list[Rollouts]:
+    """This rank's rollouts, one entry a collect step, with the penalty of responses that were cut off."""
     shares = []
-    with together("The reward"):
+    with together("The reward", of_user=True):
         for (collect_step, rows), answered in zip(prompt_rows.items(), responses, strict=True):
             prompts = task.prompt_rows(rows)
-            rewards, scores = token_rewards(task.reward, prompts, task.response_rows(answered.token_ids))
-            token_ids = [prompt["input_ids"] for prompt in prompts]
-            shares.append(
-                make_rollouts(
-                    collect_step, rows, token_ids, answered.token_ids, answered.finished, rewards, scores
-                )
+            rewards, totals = token_rewards(
+                task.reward,
+                prompts,
+                task.response_rows(answered.token_ids),
+                [task.place(row) for row in rows],
             )
+            _take_penalty(rewards, totals, answered, missing_eos_penalty)
+            token_ids = [prompt["input_ids"] for prompt in prompts]
+            shares.append(make_rollouts(collect_step, rows, token_ids, answered, rewards, totals))
     return shares
+
+
+def _take_penalty(rewards: FloatArray, totals: FloatArray, answered: Responses, penalty: float) -> None:
+    """Lower, in place, the reward at the last token of each response that was cut off."""
+    lengths = np.array([len(ids) for ids in answered.token_ids], np.int64)
+    cut_off = ~answered.finished
+    totals[cut_off] -= penalty
+    rewards[np.cumsum(lengths)[cut_off & (lengths > 0)] - 1] -= penalty

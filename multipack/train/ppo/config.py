@@ -42,6 +42,10 @@ class PPOConfig(RunConfig):
     """Sequences that the reward model scores at once."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """What happens to prompts above `max_prompt_tokens`."""
+    missing_eos_penalty: float = 0.0
+    """Taken from the reward of each response that was cut off at `max_new_tokens`."""
+    val_set_size: int | float = 0
+    """Prompts held out for evaluation: a share below 1 or a count. 0: none."""
 
     # Generation
     max_prompt_tokens: int = 12
@@ -83,7 +87,7 @@ class PPOConfig(RunConfig):
     entropy_coef: float = 0.0
     """Weight of the entropy, which is raised."""
     kl_coef: float = 0.005
-    """Punishment of each nat of divergence from the reference, in the reward. With `kl_target`: where it begins."""
+    """Penalty of each nat of divergence from the reference, in the reward. With `kl_target`: where it begins."""
     kl_target: float | None = None
     """Divergence of a response in nats to steer `kl_coef` to. None: it stays."""
     kl_horizon: int = 10_000
@@ -105,6 +109,10 @@ class PPOConfig(RunConfig):
     output_dir: str = "outputs"
     save_iterations: int | None = None
     """Iterations (collect and update) between two checkpoints. None: at the end."""
+    eval_iterations: int | None = None
+    """Iterations between two evaluations on the held-out prompts. None: at the start and at the end only. Needs `val_set_size`."""
+    log_samples: int = 4
+    """Responses of each iteration and evaluation that are written to samples.jsonl, with prompt and reward. 0: none."""
 
     def __post_init__(self) -> None:
         _check_bounds(self)
@@ -137,6 +145,9 @@ def load_ppo_config(argv: Sequence[str] | None = None) -> PPOConfig:
     return read_config(PPOConfig, argv)
 
 
+_NOT_NEGATIVE = ("missing_eos_penalty", "val_set_size", "log_samples")
+
+
 def _check_bounds(config: PPOConfig) -> None:
     for name in (
         *("num_prompts", "reward_batch_size_per_rank", "max_prompt_tokens", "max_new_tokens", "num_episodes"),
@@ -144,12 +155,12 @@ def _check_bounds(config: PPOConfig) -> None:
         *("micro_batch_tokens", "kl_horizon"),
     ):
         _between(config, name, 1, math.inf)
-    for name in ("save_iterations", "generation_batch_size_per_rank"):
+    for name in ("save_iterations", "eval_iterations", "generation_batch_size_per_rank"):
         if getattr(config, name) is not None:
             _between(config, name, 1, math.inf)
     for name in ("discount", "gae_lambda"):
         _between(config, name, 0, 1)
-    for name in ("value_coef", "entropy_coef", "kl_coef", "ptx_coef", "ptx_bins_per_step"):
+    for name in ("value_coef", "entropy_coef", "kl_coef", "ptx_coef", "ptx_bins_per_step", *_NOT_NEGATIVE):
         _between(config, name, 0, math.inf)
     for name in ("temperature", "clip_range", "value_clip_range", "kl_target"):
         value = getattr(config, name)
@@ -174,11 +185,16 @@ def _check_lengths(config: PPOConfig) -> None:
 
 
 def _check_task(config: PPOConfig) -> None:
+    if config.eval_iterations is not None and not config.val_set_size:
+        raise ValueError(
+            f"eval_iterations is {config.eval_iterations} but val_set_size is 0, so there is nothing to evaluate on. Set "
+            "val_set_size, or remove eval_iterations."
+        )
     judged = [name for name in ("reward", "reward_model") if getattr(config, name) is not None]
     if config.task == "prompts":
         if len(judged) != 1:
             raise ValueError(
-                f"task prompts needs one judge and has {len(judged)}: set either reward to module:function or reward_model."
+                f"task prompts needs one reward and has {len(judged)}: set either reward to module:function or reward_model."
             )
     elif judged:
         raise ValueError(

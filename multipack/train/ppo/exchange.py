@@ -16,12 +16,17 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from multipack.train.process import RunError
+
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @contextlib.contextmanager
-def together(doing: str) -> Iterator[None]:
+def together(doing: str, *, of_user: bool = False) -> Iterator[None]:
     """Meet all ranks at the end of the block; an error in it, on any rank, is an error on every rank.
+
+    Args:
+        doing, of_user: see `raise_everywhere`.
 
     Raises:
         RuntimeError: see `raise_everywhere`.
@@ -31,24 +36,26 @@ def together(doing: str) -> Iterator[None]:
         yield
     except Exception as raised:  # noqa: BLE001  (every rank raises it)
         error = raised
-    raise_everywhere(error, doing)
+    raise_everywhere(error, doing, of_user=of_user)
 
 
-def raise_everywhere(error: Exception | None, doing: str) -> None:
+def raise_everywhere(error: Exception | None, doing: str, *, of_user: bool = False) -> None:
     """Meet all ranks; if any of them brings an error, raise on every rank, so that none waits for a dead one.
 
     Args:
         error: what went wrong on this rank, or None.
         doing: what the ranks were doing, for the message.
+        of_user: whether the cause is what the run was given, which a sentence explains better than a traceback.
 
     Raises:
         RuntimeError: some rank failed; the message names the ranks and their errors. The rank's own error is the cause.
+            With `of_user` it is a RunError.
     """
     messages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None]
     if failed:
-        raise RuntimeError(
+        raise (RunError if of_user else RuntimeError)(
             f"{doing} failed on {len(failed)} of {len(messages)} ranks; {'; '.join(failed)}"
         ) from error
 

@@ -1,4 +1,4 @@
-"""What a buffer teaches: how much better each action was than the critic expected.
+"""Advantages and returns of a buffer.
 
 Computed from the whole buffer on every rank alike, so whitening is over all ranks without a collective.
 """
@@ -24,9 +24,11 @@ class Experience:
     rollouts: Rollouts
     scores: BufferScores
     advantages: FloatArray
-    """Whitened over the buffer."""
+    """Whitened over the buffer; all 0 where the rewards have no spread."""
     returns: FloatArray
-    """What the critic should have said."""
+    """Targets of the critic."""
+    has_spread: bool
+    """Whether some rewards differ. If none do, no response is better than another: the policy must not move."""
 
     def dataset(self) -> TokenDataset:
         """The buffer with all that the loss needs, for the collator."""
@@ -49,8 +51,8 @@ class Experience:
         """The buffer in numbers."""
         rollouts = self.rollouts
         return {
-            "reward": float(rollouts.scores.mean(dtype=np.float64)),
-            "reward_std": float(rollouts.scores.std(dtype=np.float64)),
+            "reward": float(rollouts.sequence_rewards.mean(dtype=np.float64)),
+            "reward_std": float(rollouts.sequence_rewards.std(dtype=np.float64)),
             "kl": self.divergence,
             "kl_k1": self._a_response(k1(self.scores.logprobs, self.scores.reference_logprobs)),
             "entropy": _mean(self.scores.entropy),
@@ -60,6 +62,8 @@ class Experience:
             "prompt_tokens": float(rollouts.prompt_lengths.mean()),
             "response_tokens": float(rollouts.response_lengths.mean()),
             "finished_share": float(rollouts.finished.mean()),
+            "mismatch_kl": _mean(k3(rollouts.sampling_logprobs, self.scores.logprobs)),
+            "mismatch_max": float(np.abs(rollouts.sampling_logprobs - self.scores.logprobs).max()),
             "num_rollouts": float(len(rollouts)),
         }
 
@@ -70,7 +74,10 @@ class Experience:
 def learn_from(
     rollouts: Rollouts, scores: BufferScores, *, kl_coef: float, discount: float, gae_lambda: float
 ) -> Experience:
-    """Punish divergence from the reference in the reward, estimate advantages, whiten them.
+    """Take the KL penalty from the rewards, estimate advantages, whiten them.
+
+    Rewards that are all equal rank no response above another. Advantages would then hold the critic's errors alone, which
+    whitening would scale up to the strength of a real signal, so they are set to 0.
 
     Raises:
         ValueError: no response has a token, so that there is nothing to learn from.
@@ -79,9 +86,39 @@ def learn_from(
         raise ValueError(f"None of {len(rollouts)} responses has a token: there is no action to learn from.")
     rewards = rollouts.rewards - np.float32(kl_coef) * k1(scores.logprobs, scores.reference_logprobs)
     advantages, returns = generalized_advantages(
-        rewards, scores.values, rollouts.action_offsets, discount=discount, smoothing=gae_lambda
+        rewards, scores.values, rollouts.action_offsets, discount=discount, gae_lambda=gae_lambda
     )
-    return Experience(rollouts=rollouts, scores=scores, advantages=whiten(advantages), returns=returns)
+    spread = rewards_have_spread(rollouts)
+    return Experience(
+        rollouts=rollouts,
+        scores=scores,
+        advantages=whiten(advantages) if spread else np.zeros_like(advantages),
+        returns=returns,
+        has_spread=spread,
+    )
+
+
+def rewards_have_spread(rollouts: Rollouts) -> bool:
+    """Whether the rewards tell some actions from others, apart from rounding.
+
+    Rewards of single tokens count too: equal sums may come from different tokens. One response alone is never without
+    spread: nothing says what others would have earned.
+    """
+    if len(rollouts) < 2 or _spread(rollouts.sequence_rewards):
+        return True
+    lengths = rollouts.response_lengths
+    inner = np.ones(len(rollouts.rewards), np.bool_)
+    inner[(rollouts.action_offsets[1:] - 1)[lengths > 0]] = (
+        False  # the last token has the reward of the sequence
+    )
+    return _spread(rollouts.rewards[inner])
+
+
+def _spread(values: FloatArray) -> bool:
+    """Whether values differ by more than the rounding of float32."""
+    if len(values) == 0:
+        return False
+    return float(np.ptp(values)) > 1e-6 * float(np.abs(values).max())
 
 
 def _mean(values: FloatArray) -> float:

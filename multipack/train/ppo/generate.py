@@ -27,6 +27,8 @@ class Responses:
     """Tokens of each response, the end token included where one was sampled; at least one each."""
     finished: npt.NDArray[np.bool_]
     """Whether the response ended by the end token; the others were cut off at the limit."""
+    logprobs: list[npt.NDArray[np.float32]]
+    """Log-probability of each token in the distribution it was drawn from, nats, as the generating forward saw it."""
 
 
 def sequence_uniforms(
@@ -62,17 +64,21 @@ def generate_responses(
     lengths = np.array([len(prompt) for prompt in prompts], np.int64)
     by_length = np.argsort(lengths, kind="stable")
     size = batch_size or max(len(prompts), 1)
-    token_ids: dict[int, npt.NDArray[np.int64]] = {}
+    answers: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
     for start in range(0, len(prompts), size):
         chosen = by_length[start : start + size]
-        sampled = _generate_batch(
+        sampled, logprobs = _generate_batch(
             policy, [prompts[i] for i in chosen], uniforms[chosen], eos_token_id, pad_token_id, temperature
         )
-        token_ids.update(
-            zip(chosen.tolist(), (_until_end(row, eos_token_id) for row in sampled), strict=True)
-        )
-    ordered = [token_ids[i] for i in range(len(prompts))]
-    return Responses(ordered, np.array([ids[-1] == eos_token_id for ids in ordered], np.bool_))
+        for row, ids, of_ids in zip(chosen.tolist(), sampled, logprobs, strict=True):
+            ended = _until_end(ids, eos_token_id)
+            answers[row] = ended, of_ids[: len(ended)]
+    ordered = [answers[i] for i in range(len(prompts))]
+    return Responses(
+        token_ids=[ids for ids, _ in ordered],
+        finished=np.array([ids[-1] == eos_token_id for ids, _ in ordered], np.bool_),
+        logprobs=[logprobs for _, logprobs in ordered],
+    )
 
 
 def left_padded(prompts: Sequence[npt.NDArray[Any]], pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -98,13 +104,17 @@ class UniformSampling(LogitsProcessor):  # type: ignore[misc]
         self._uniforms = uniforms
         self._prompt_width = prompt_width
         self._temperature = temperature
+        self.logprobs: list[Tensor] = []
+        """Of the tokens chosen at each step, float32 [sequences]."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         step = input_ids.shape[1] - self._prompt_width
         # 64-bit: with a vocabulary of 10^5, sums of float32 would move the borders between tokens visibly.
-        mass = torch.softmax(scores.double() / self._temperature, -1).cumsum(-1)
+        probabilities = torch.softmax(scores.double() / self._temperature, -1)
+        mass = probabilities.cumsum(-1)
         target = self._uniforms[:, step : step + 1] * mass[:, -1:]
         tokens = torch.searchsorted(mass, target, right=True).clamp_(max=scores.shape[-1] - 1)
+        self.logprobs.append(probabilities.gather(1, tokens)[:, 0].log().float())
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
 
@@ -116,8 +126,9 @@ def _generate_batch(
     eos_token_id: int,
     pad_token_id: int,
     temperature: float,
-) -> npt.NDArray[np.int64]:
-    """Sampled tokens, shape [prompts, tokens of the longest response]; what follows an end token is padding."""
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Sampled tokens and their log-probabilities, shape [prompts, tokens of the longest response]; what follows an end
+    token is padding."""
     input_ids, attention_mask = left_padded(prompts, pad_token_id)
     sampling = UniformSampling(torch.from_numpy(uniforms).to(policy.device), input_ids.shape[1], temperature)
     settings = GenerationConfig(
@@ -136,7 +147,7 @@ def _generate_batch(
             synced_gpus=False,  # parameters are whole here: ranks may stop at different lengths, none waits for another
         )
     sampled: npt.NDArray[np.int64] = generated[:, input_ids.shape[1] :].cpu().numpy()
-    return sampled
+    return sampled, torch.stack(sampling.logprobs, 1).cpu().numpy()
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from multipack.train.ppo.sizes import PPOSizes, buffer_sizes
 from multipack.train.ppo.task import load_task
 from multipack.train.ppo.tasks import Task
 from multipack.train.ppo.trainer import PPOTrainer
-from multipack.train.process import process_group, sum_over_ranks
+from multipack.train.process import RunError, process_group, sum_over_ranks
 from multipack.train.sft import engine_options
 from multipack.train.stop import StopOnSigterm
 
@@ -53,16 +53,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"ppo: {error}") from error
     with process_group(run.config.ddp_timeout) as device:
-        train(run, device)
+        try:
+            train(run, device)
+        except RunError as error:
+            raise SystemExit(f"ppo: {error}") from error
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that can be done: sizes, prompts and judge, and the shape of the model."""
+    """A run that can be done: sizes, prompts, reward, and the shape of the model."""
 
     config: PPOConfig
     sizes: PPOSizes
     task: Task
+    held_out: Task | None
+    """Prompts of the evaluation, if any are held out."""
     model_config: PretrainedConfig
     options: EngineOptions
     checkpoint: Path | None
@@ -80,11 +85,12 @@ def plan_run(config: PPOConfig) -> Run:
         ValueError: sizes, prompts, model or files do not fit together; with numbers and remedy.
     """
     sizes = ppo_sizes(config, rank_and_world_size()[1])
-    task, vocabulary = load_task(config, sizes)
+    task, held_out, vocabulary = load_task(config, sizes)
     return Run(
         config=config,
         sizes=sizes,
         task=task,
+        held_out=held_out,
         model_config=ppo_model_config(config, vocabulary),
         options=engine_options(config.supervised()),
         checkpoint=_checkpoint_to_resume(config),
@@ -100,7 +106,8 @@ def train(run: Run, device: torch.device) -> PPOTrainer:
     Raises:
         ValueError: the checkpoint or the supervised mix does not fit.
         FloatingPointError: a loss or a gradient is not finite; on every rank.
-        RuntimeError: generation, the reward or a check failed on some rank; every rank raises.
+        RuntimeError: generation or a check failed on some rank; every rank raises.
+        RunError: the reward failed on some rank; every rank raises.
     """
     config, task = run.config, run.task
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
@@ -155,10 +162,23 @@ def _run_iterations(trainer: PPOTrainer, prompts: Iterator[list[list[int]]], run
                 report.message(
                     f"{run.checkpoint} is at iteration {total} of {total}: nothing is left to train. More: raise num_episodes."
                 )
+
+        def evaluate() -> None:
+            assert run.held_out is not None
+            found = trainer.evaluate(run.held_out)
+            if report is not None:
+                report.evaluation(trainer.iteration, found.metrics, found.samples)
+
+        if run.held_out is not None and trainer.iteration == 0:
+            evaluate()
         for prompt_rows in prompts:
             metrics = trainer.run_iteration(prompt_rows)
             if report is not None:
-                report.iteration(metrics)
+                report.iteration(metrics, trainer.samples)
+            if run.held_out is not None and (
+                trainer.iteration == total or trainer.iteration % (config.eval_iterations or total) == 0
+            ):
+                evaluate()
             (stops,) = sum_over_ranks(int(stop.requested))
             if stops or trainer.iteration % every == 0 or trainer.iteration == total:
                 saved = trainer.save()

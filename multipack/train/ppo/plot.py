@@ -24,11 +24,16 @@ def plot_ppo(metrics_file: Path, picture: Path) -> None:
         metrics_file: lines as `MetricsLog` writes them.
         picture: PNG file to write; left alone when no iteration was logged.
     """
-    records = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+    records = [line for line in lines if line["kind"] == "ppo"]
     if not records:
         return
     figure = Figure(figsize=(11, 7), layout="constrained", facecolor="white")
     axes = figure.subplots(2, 2, sharex=True)
+    held_out = [line for line in lines if line["kind"] == "eval"]
+    if held_out:
+        steps, rewards = [line["step"] for line in held_out], [line["reward"] for line in held_out]
+        axes[0, 0].plot(steps, rewards, color=_INK, marker="o", markersize=4, label="held-out")
     _lines(axes[0, 0], records, ["reward"], "mean reward of a response")
     _lines(axes[0, 1], records, ["kl"], "divergence from the reference (nats a response)")
     _lines(

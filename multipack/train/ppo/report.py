@@ -1,17 +1,22 @@
-"""What a person sees of a PPO run: one progress bar, metrics.jsonl, TensorBoard, run.png and a last line. Rank 0 only."""
+"""What a person sees of a PPO run: one progress bar, metrics.jsonl, samples.jsonl, TensorBoard, run.png and a last line.
+
+Rank 0 only.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from multipack.train.ppo.plot import plot_ppo
 from multipack.train.report import MetricsLog
+from multipack.train.step_lines import keep_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,6 +36,9 @@ class PPOReport:
 
     def __init__(self, folder: str | Path, *, total: int, done: int = 0) -> None:
         self._log = MetricsLog(folder, first_step=done)
+        path = Path(folder) / "samples.jsonl"
+        keep_steps(path, done)
+        self._samples_file = path.open("a", encoding="utf-8", buffering=1)
         self._bar = tqdm(total=total, initial=done, desc="ppo", unit="iteration", dynamic_ncols=True)
         self._rewards: list[float] = []
         self._newest: Mapping[str, float] = {}
@@ -44,13 +52,14 @@ class PPOReport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._log.close()
+        self._samples_file.close()
         self._bar.close()
         plot_ppo(self._log.path, self._log.path.with_name("run.png"))
         if self._rewards:
             print(self.summary(), flush=True)
 
-    def iteration(self, metrics: Mapping[str, float]) -> None:
-        """Write one iteration and move the bar."""
+    def iteration(self, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Write one iteration and some of its responses, and move the bar."""
         self._done += 1
         self._newest = metrics
         self._rewards.append(metrics["reward"])
@@ -64,6 +73,23 @@ class PPOReport:
             refresh=False,
         )
         self._bar.update(1)
+        self._write_samples("ppo", self._done, samples)
+
+    def evaluation(
+        self, iteration: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Write what the held-out prompts earn, and some of the responses."""
+        self._log.write("eval", iteration, metrics)
+        self._write_samples("eval", iteration, samples)
+        self.message(
+            f"iteration {iteration}: held-out reward {metrics['reward']:.4f} over {metrics['num_prompts']:,.0f} prompts, "
+            f"{metrics['finished_share']:.0%} of responses ended"
+        )
+
+    def _write_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        for sample in samples:
+            line = json.dumps({"kind": kind, "step": step, **sample}, ensure_ascii=False)
+            self._samples_file.write(line + "\n")
 
     def message(self, text: str) -> None:
         """Print a line above the bar."""

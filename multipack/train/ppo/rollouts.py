@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from multipack.train.ppo.advantage import FloatArray
 from multipack.train.ppo.exchange import gather_counts, gather_ragged
+from multipack.train.ppo.generate import Responses
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 IntArray = npt.NDArray[np.int64]
@@ -35,12 +36,14 @@ class Rollouts:
     """[n] Tokens of the response, the end token included; 0 is allowed."""
     finished: npt.NDArray[np.bool_]
     """[n] Whether the response ended by itself; the others met the length limit."""
-    scores: FloatArray
-    """[n] Total reward of the sequence, without the KL punishment."""
+    sequence_rewards: FloatArray
+    """[n] Total reward of the sequence, without the KL penalty."""
     tokens: npt.NDArray[np.int32]
     """[sum of lengths] Prompt and response of the first sequence, of the second, ..."""
     rewards: FloatArray
-    """[sum of response lengths] Reward of each response token, without the KL punishment."""
+    """[sum of response lengths] Reward of each response token, without the KL penalty."""
+    sampling_logprobs: FloatArray
+    """[sum of response lengths] Log-probability of each response token as the generating forward saw it, nats."""
 
     def __len__(self) -> int:
         return len(self.prompt_rows)
@@ -83,22 +86,23 @@ def make_rollouts(
     collect_step: int,
     prompt_rows: Sequence[int],
     prompts: Sequence[Sequence[int]],
-    responses: Sequence[npt.NDArray[np.int64]],
-    finished: npt.NDArray[np.bool_],
+    responses: Responses,
     rewards: FloatArray,
-    scores: FloatArray,
+    sequence_rewards: FloatArray,
 ) -> Rollouts:
     """One rank's share of one collect step; it may be empty."""
-    sequences = [np.concatenate([prompt, ids]) for prompt, ids in zip(prompts, responses, strict=True)]
+    answers = responses.token_ids
+    sequences = [np.concatenate([prompt, ids]) for prompt, ids in zip(prompts, answers, strict=True)]
     return Rollouts(
         collect_steps=np.full(len(prompts), collect_step, np.int64),
         prompt_rows=np.array(prompt_rows, np.int64),
         prompt_lengths=np.array([len(prompt) for prompt in prompts], np.int64),
-        response_lengths=np.array([len(ids) for ids in responses], np.int64),
-        finished=finished,
-        scores=scores,
+        response_lengths=np.array([len(ids) for ids in answers], np.int64),
+        finished=responses.finished,
+        sequence_rewards=sequence_rewards,
         tokens=np.concatenate([np.zeros(0, np.int32), *sequences]).astype(np.int32),
         rewards=rewards,
+        sampling_logprobs=np.concatenate([np.zeros(0, np.float32), *responses.logprobs]),
     )
 
 
@@ -120,17 +124,21 @@ def exchange_rollouts(shares: Sequence[Rollouts]) -> Rollouts:
             "prompt_lengths",
             "response_lengths",
             "finished",
-            "scores",
+            "sequence_rewards",
         )
     }
     ends = offsets_of(np.array(counts, np.int64))
     lengths = of_sequences["prompt_lengths"] + of_sequences["response_lengths"]
     tokens = gather_ragged(local.tokens, _share_sizes(lengths, ends))
-    rewards = gather_ragged(local.rewards, _share_sizes(of_sequences["response_lengths"], ends))
+    action_lengths = of_sequences["response_lengths"]
+    action_sizes = _share_sizes(action_lengths, ends)
     order = np.lexsort((of_sequences["prompt_rows"], of_sequences["collect_steps"]))
     return Rollouts(
         tokens=take_rows(tokens, lengths, order),
-        rewards=take_rows(rewards, of_sequences["response_lengths"], order),
+        rewards=take_rows(gather_ragged(local.rewards, action_sizes), action_lengths, order),
+        sampling_logprobs=take_rows(
+            gather_ragged(local.sampling_logprobs, action_sizes), action_lengths, order
+        ),
         **{name: column[order] for name, column in of_sequences.items()},
     )
 

@@ -1,11 +1,11 @@
-"""From a PPO configuration to its task: prompts that fit and a judge."""
+"""From a PPO configuration to its task: prompts that fit, a reward, and prompts held out for evaluation."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from multipack.train.data.prepare import split_rows
 from multipack.train.data.tokenizer import load_tokenizer
 from multipack.train.ppo.config import PPOConfig
 from multipack.train.ppo.reward import RewardFunction
@@ -23,11 +23,21 @@ from multipack.train.ppo.tasks import (
 logger = logging.getLogger(__name__)
 
 
-def load_task(config: PPOConfig, sizes: PPOSizes) -> tuple[Task, int]:
-    """The task with the prompts that fit, and the size of its vocabulary; loads no model but the judge.
+class LoadedTask(NamedTuple):
+    """Prompts to train on and to evaluate on."""
+
+    train: Task
+    held_out: Task | None
+    """The same reward on `val_set_size` prompts that are never trained on; None without any."""
+    vocabulary: int
+    """Tokens of the task."""
+
+
+def load_task(config: PPOConfig, sizes: PPOSizes) -> LoadedTask:
+    """The task with the prompts that fit; loads no weights.
 
     Raises:
-        ValueError: a prompt is empty or too long, or too few are left for one optimizer step.
+        ValueError: a prompt is malformed, empty or too long, or too few are left for one optimizer step.
     """
     if config.task == "class_tokens":
         task = class_token_task(config.num_prompts, config.seed, config.max_new_tokens)
@@ -39,20 +49,27 @@ def load_task(config: PPOConfig, sizes: PPOSizes) -> tuple[Task, int]:
         if config.task == "gsm8k":
             task = gsm8k_task(config.prompts, tokenizer)
         else:
-            task = prompt_file_task(config.prompts, tokenizer, _judge(config, tokenizer), config.prompt_field)
+            task = prompt_file_task(
+                config.prompts, tokenizer, _reward(config, tokenizer), config.prompt_field
+            )
     kept = _fitting(task, config)
-    check_prompts(sizes, len(kept.prompts), len(task.prompts) - len(kept.prompts), config.num_episodes)
-    return kept, size
+    num_dropped, held_out = len(task.prompts) - len(kept.prompts), None
+    if config.val_set_size:
+        train_rows, held_out_rows = split_rows(len(kept.prompts), config.val_set_size, config.seed)
+        held_out, kept = kept.subset(held_out_rows.tolist()), kept.subset(train_rows.tolist())
+    check_prompts(sizes, len(kept.prompts), num_dropped, config.num_episodes)
+    return LoadedTask(kept, held_out, size)
 
 
-def _judge(config: PPOConfig, tokenizer: Any) -> RewardFunction:
+def _reward(config: PPOConfig, tokenizer: Any) -> RewardFunction:
     if config.reward is not None:
         return load_reward(config.reward)
     assert config.reward_model is not None
     return RewardModel(
         config.reward_model,
-        pad_token_id=tokenizer.pad_token_id,
         batch_size=config.reward_batch_size_per_rank,
+        longest=config.longest_sequence,
+        tokenizer=tokenizer,
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -62,17 +79,17 @@ def _fitting(task: Task, config: PPOConfig) -> Task:
     lengths = [len(prompt["input_ids"]) for prompt in task.prompts]
     if 0 in lengths:
         raise ValueError(
-            f"Prompt {lengths.index(0)} has no token, so nothing could be generated from it: remove it."
+            f"{task.place(lengths.index(0))} has no token, so nothing could be generated from it: remove it."
         )
     limit = config.max_prompt_tokens
     num_long = sum(length > limit for length in lengths)
     if not num_long:
         return task
     if config.overlong_prompts == "error":
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
         raise ValueError(
-            f"{num_long} of {len(lengths)} prompts are longer than max_prompt_tokens {limit}; the longest has {max(lengths)} "
-            "tokens. Raise max_prompt_tokens (and micro_batch_tokens), or set overlong_prompts to drop."
+            f"{num_long} of {len(lengths)} prompts are longer than max_prompt_tokens {limit}; the longest has "
+            f"{lengths[longest]} tokens ({task.place(longest)}). Raise max_prompt_tokens (and micro_batch_tokens), or set overlong_prompts to drop."
         )
     logger.warning("%d of %d prompts are longer than %d tokens and dropped", num_long, len(lengths), limit)
-    kept = [prompt for prompt, length in zip(task.prompts, lengths, strict=True) if length <= limit]
-    return replace(task, prompts=kept)
+    return task.subset([row for row, length in enumerate(lengths) if length <= limit])

@@ -7,12 +7,14 @@ All random numbers are named by the seed and a counter, so where a run stands is
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -30,6 +32,7 @@ from multipack.train.ppo.kl import KLController
 from multipack.train.ppo.phases import Phases
 from multipack.train.ppo.prompts import permutation_of_old_checkpoints
 from multipack.train.ppo.ptx import PtxMix
+from multipack.train.ppo.samples import Sample, sample_rows
 from multipack.train.ppo.scoring import score
 from multipack.train.ppo.sizes import PPOSizes, buffer_sizes
 from multipack.train.ppo.tasks import Task
@@ -37,7 +40,12 @@ from multipack.train.ppo.update import UpdatePhase, UpdateResult
 from multipack.train.ppo.update_plan import step_rows
 from multipack.train.sft import optimizer_spec
 
+logger = logging.getLogger(__name__)
+
 Metrics = dict[str, float]
+
+_EVALUATION = 1 << 31
+"""In the place of a collect step, names the random numbers of evaluations; no run has so many."""
 
 _ROUNDING = {False: 1e-3, True: 0.5}
 """How far two packed forwards of the same weights may put the log-probability of a token, by whether they run in bfloat16."""
@@ -53,12 +61,19 @@ _PHASES = {
 """Phases of an iteration and their names in the metrics."""
 
 
+class Evaluation(NamedTuple):
+    """What the policy earns on held-out prompts, over all ranks."""
+
+    metrics: Metrics
+    samples: list[Sample]
+
+
 class PPOTrainer:
     """Runs iterations and saves where it stands; every method is a collective call.
 
     Args:
         model: the networks, on the CPU, the same on every rank.
-        task: prompts and judge.
+        task: prompts and reward.
         config, sizes: of the run; `sizes` are those of its ranks.
         options: how the engine spreads the model.
         device: of this rank.
@@ -89,6 +104,9 @@ class PPOTrainer:
         """Order of the prompts of an episode."""
         self.history: list[Metrics] = []
         """Metrics of the iterations of this process, the same on every rank."""
+        self.samples: list[Sample] = []
+        """Some responses of the last iteration, the same on every rank."""
+        self._said: set[str] = set()
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         self.engine = build_engine(model, optimizer_spec(config.supervised()), options, device)
         for method in (
@@ -139,11 +157,32 @@ class PPOTrainer:
             )
         result = self._update(experience, self._step_rows(len(rollouts)), phases)
         metrics = self._metrics(experience, result, phases, time.perf_counter() - start)
+        self.samples = sample_rows(self._task, rollouts, config.log_samples)
+        self._say_what_teaches_nothing(experience)
         self.kl.update(experience.divergence, len(rollouts))
         self.iteration += 1
         self.collect_step += len(prompt_rows)
         self.history.append(metrics)
         return metrics
+
+    def evaluate(self, held_out: Task) -> Evaluation:
+        """Sample a response to each held-out prompt and reward it, with the same random numbers each time.
+
+        Raises:
+            RunError: the reward failed on some rank; every rank raises.
+        """
+        rank, num_replicas = dist.get_rank(), dist.get_world_size()
+        mine = range(rank, len(held_out.prompts), num_replicas)
+        rollouts = collect(self.engine, held_out, {_EVALUATION: mine}, self._config, Phases())
+        rewards = rollouts.sequence_rewards
+        metrics = {
+            "reward": float(rewards.mean(dtype=np.float64)),
+            "reward_std": float(rewards.std(dtype=np.float64)),
+            "response_tokens": float(rollouts.response_lengths.mean()),
+            "finished_share": float(rollouts.finished.mean()),
+            "num_prompts": float(len(rollouts)),
+        }
+        return Evaluation(metrics, sample_rows(held_out, rollouts, self._config.log_samples))
 
     def save(self) -> Path:
         """Write a checkpoint of the run as it stands."""
@@ -187,6 +226,31 @@ class PPOTrainer:
         go_to_step(self._schedule, sum(self._steps_of_iterations[: self.iteration]))
         if self._ptx is not None:
             self._ptx.load_state_dict(state["ptx"])
+
+    def _say_what_teaches_nothing(self, experience: Experience) -> None:
+        rollouts, iteration = experience.rollouts, self.iteration + 1
+        if not experience.has_spread:
+            self._say_once(
+                "spread",
+                f"iteration {iteration}: all {len(rollouts)} rewards are {rollouts.sequence_rewards[0]:g}, so no response is better than "
+                "another and the policy is not moved (advantages are 0; only the critic learns). Check the reward, raise the "
+                "temperature, or choose prompts that the policy sometimes answers well.",
+            )
+        # Class tokens are rewarded token by token and need no end.
+        if self._task.tokenizer is not None and not rollouts.finished.any():
+            self._say_once(
+                "end",
+                f"iteration {iteration}: none of {len(rollouts)} responses ended within max_new_tokens "
+                f"{self._config.max_new_tokens}; rewards are for texts that were cut off. Raise max_new_tokens, set "
+                "missing_eos_penalty, or begin with a model that ends its answers.",
+            )
+
+    def _say_once(self, what: str, text: str) -> None:
+        if what not in self._said and dist.get_rank() == 0:
+            logger.warning(
+                "%s (Said once; reward_std and finished_share in metrics.jsonl tell the rest.)", text
+            )
+        self._said.add(what)
 
     def _identity(self) -> dict[str, Any]:
         """What the position in the run refers to."""

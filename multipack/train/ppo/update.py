@@ -108,7 +108,14 @@ class UpdatePhase:
             # Every rank knows the action tokens of the step, so none has to ask. 1 where all responses are empty.
             num_actions = max(1, int(action_lengths[rows].sum()))
             ptx_loss = self._add_ptx(phases)
-            sums = self._add_gradients(plan, batches, num_actions, phases, check_ratio=not means)
+            sums = self._add_gradients(
+                plan,
+                batches,
+                num_actions,
+                phases,
+                hold_trunk=not experience.has_spread,
+                check_ratio=not means,
+            )
             with phases("update"):
                 norms.append(self._engine.step())
                 learning_rate = float(self._schedule.get_last_lr()[0])
@@ -171,6 +178,7 @@ class UpdatePhase:
         num_actions: int,
         phases: Phases,
         *,
+        hold_trunk: bool,
         check_ratio: bool,
     ) -> Tensor:
         """The gradients of one optimizer step; returns this rank's sums, float32 [len(_SUMS)]."""
@@ -178,7 +186,7 @@ class UpdatePhase:
         for micro_step in range(len(plan)):
             collected: list[PPOLossSums] = []
             last = micro_step == len(plan) - 1
-            objective = _Objective(next(batches), self._config, collected)
+            objective = _Objective(next(batches), self._config, collected, hold_trunk)
             with phases("update"):
                 self._engine.micro_step(objective, divisor=num_actions, last=last)
                 if check_ratio and micro_step == 0:
@@ -200,14 +208,17 @@ class UpdatePhase:
 class _Objective:
     """The PPO loss of one micro-batch as the engine wants it: from the model to a summed loss."""
 
-    def __init__(self, batch: Mapping[str, Any], config: PPOConfig, collected: list[PPOLossSums]) -> None:
+    def __init__(
+        self, batch: Mapping[str, Any], config: PPOConfig, collected: list[PPOLossSums], hold_trunk: bool
+    ) -> None:
         self._batch = batch
         self._config = config
         self._collected = collected
+        self._hold_trunk = hold_trunk
 
     def __call__(self, model: Any) -> Tensor:
         config, actions = self._config, actions_of(self._batch)
-        scores = model(*actions)
+        scores = model(*actions, hold_trunk=self._hold_trunk)
         of_actions = {name: self._batch[name][0, actions.positions + 1] for name in _COLUMNS}
         sums = ppo_loss_sums(
             logprobs=scores.logprobs,

@@ -13,28 +13,28 @@ from hypothesis import strategies as st
 from multipack.train.ppo.advantage import explained_variance, generalized_advantages, whiten
 
 
-def advantages_by_definition(rewards, values, offsets, discount, smoothing):
-    """Sum over later tokens of (discount * smoothing)^k times the surprise k tokens later."""
+def advantages_by_definition(rewards, values, offsets, discount, gae_lambda):
+    """Sum over later tokens of (discount * gae_lambda)^k times the TD error k tokens later."""
     result = []
     for start, end in pairwise(offsets):
-        surprises = [
+        td_errors = [
             rewards[t] + discount * (values[t + 1] if t + 1 < end else 0.0) - values[t]
             for t in range(start, end)
         ]
         result += [
-            math.fsum((discount * smoothing) ** k * later for k, later in enumerate(surprises[t:]))
-            for t in range(len(surprises))
+            math.fsum((discount * gae_lambda) ** k * later for k, later in enumerate(td_errors[t:]))
+            for t in range(len(td_errors))
         ]
     return result
 
 
 def test_two_responses_by_hand():
-    # Response 1, tokens (reward, value) (0, .5), (1, .25); discount .5, smoothing .5.
+    # Response 1, tokens (reward, value) (0, .5), (1, .25); discount .5, gae_lambda .5.
     # Last surprise 1 - .25 = .75; first 0 + .5 * .25 - .5 = -.375, plus .25 * .75 = -.1875. Response 2: 2 - 1 = 1.
     rewards = np.array([0, 1, 2], np.float32)
     values = np.array([0.5, 0.25, 1], np.float32)
     advantages, returns = generalized_advantages(
-        rewards, values, np.array([0, 2, 2, 3]), discount=0.5, smoothing=0.5
+        rewards, values, np.array([0, 2, 2, 3]), discount=0.5, gae_lambda=0.5
     )
     assert advantages.tolist() == [-0.1875, 0.75, 1.0]
     assert returns.tolist() == [0.3125, 1.0, 2.0]
@@ -45,17 +45,19 @@ def test_two_responses_by_hand():
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6),
     discount=st.floats(0, 1),
-    smoothing=st.floats(0, 1),
+    gae_lambda=st.floats(0, 1),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_equals_the_definition(lengths, discount, smoothing, seed):
+def test_equals_the_definition(lengths, discount, gae_lambda, seed):
     rng = np.random.default_rng(seed)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     rewards, values = rng.normal(size=(2, offsets[-1])).astype(np.float32)
     advantages, returns = generalized_advantages(
-        rewards, values, offsets, discount=discount, smoothing=smoothing
+        rewards, values, offsets, discount=discount, gae_lambda=gae_lambda
     )
-    right = advantages_by_definition(rewards.tolist(), values.tolist(), offsets.tolist(), discount, smoothing)
+    right = advantages_by_definition(
+        rewards.tolist(), values.tolist(), offsets.tolist(), discount, gae_lambda
+    )
     assert advantages == pytest.approx(right, abs=1e-5)
     assert returns == pytest.approx(np.array(right) + values, abs=1e-5)
 
@@ -64,7 +66,7 @@ def test_equals_the_definition(lengths, discount, smoothing, seed):
 def test_offsets_must_cover_the_tokens(offsets):
     numbers = np.zeros(3, np.float32)
     with pytest.raises(ValueError, match="3 rewards and 3 values do not fit"):
-        generalized_advantages(numbers, numbers, np.array(offsets), discount=1, smoothing=1)
+        generalized_advantages(numbers, numbers, np.array(offsets), discount=1, gae_lambda=1)
 
 
 def test_whitened_over_all_tokens():

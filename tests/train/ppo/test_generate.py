@@ -50,6 +50,11 @@ def test_batches_with_cache_and_left_padding_equal_single_sequences(temperature)
             policy, prompts, uniforms, temperature=temperature, batch_size=batch_size, **SETTINGS
         )
         assert [ids.tolist() for ids in answered.token_ids] == right
+        for prompt, ids, logprobs in zip(prompts, right, answered.logprobs, strict=True):
+            whole = torch.tensor([[*prompt.tolist(), *ids]])
+            every = torch.log_softmax(policy(whole).logits[0] / temperature, -1)[len(prompt) - 1 : -1]
+            expected = every.gather(1, torch.tensor(ids)[:, None])[:, 0]
+            np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-5)
     assert answered.finished.tolist() == [ids[-1] == EOS for ids in right]
     assert len({len(ids) for ids in right}) > 1
 

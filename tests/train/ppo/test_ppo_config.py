@@ -22,10 +22,10 @@ from multipack.train.ppo.config import PPOConfig, load_ppo_config
         ({"task": "gsm8k", "tokenizer": "x"}, "task gsm8k and prompts None"),
         ({"prompts": "p.jsonl"}, "class_tokens makes its prompts"),
         ({"task": "gsm8k", "prompts": "p.jsonl"}, "needs a tokenizer"),
-        ({"task": "prompts", "prompts": "p", "tokenizer": "t"}, "needs one judge and has 0"),
+        ({"task": "prompts", "prompts": "p", "tokenizer": "t"}, "needs one reward and has 0"),
         (
             {"task": "prompts", "prompts": "p", "tokenizer": "t", "reward": "a:b", "reward_model": "m"},
-            "one judge and has 2",
+            "one reward and has 2",
         ),
         ({"reward": "a:b"}, "has a reward of its own but reward is set"),
         ({"base_model": "m"}, "token ids of its own"),

@@ -20,7 +20,6 @@ from multipack.train.model import build_model
 from multipack.train.ppo.config import PPOConfig
 from multipack.train.ppo.main import plan_run, train
 from multipack.train.ppo.model import ppo_model_config
-from multipack.train.ppo.reward_model import RewardModel
 from multipack.train.process import process_group
 
 TEXT = {
@@ -130,22 +129,6 @@ def reward_model_folder(folder, num_labels):
         torch.manual_seed(0)
         LlamaForSequenceClassification(config).save_pretrained(folder)
     return str(folder)
-
-
-def test_reward_model_judges_prompt_and_response_together(tmp_path):
-    folder = reward_model_folder(tmp_path / "judge", 1)
-    judge = RewardModel(folder, pad_token_id=0, batch_size=2)
-    prompts = [{"input_ids": [5, 6]}, {"input_ids": [7]}, {"input_ids": [8, 9, 10]}]
-    responses = [{"input_ids": [11, 12, 13]}, {"input_ids": [14]}, {"input_ids": [15]}]
-    model = LlamaForSequenceClassification.from_pretrained(folder).eval()
-    with torch.no_grad():
-        right = [
-            model(torch.tensor([p["input_ids"] + r["input_ids"]])).logits.item()
-            for p, r in zip(prompts, responses, strict=True)
-        ]
-    assert judge(prompts, responses) == pytest.approx(right, abs=1e-6)
-    with pytest.raises(ValueError, match="has 2 outputs"):
-        RewardModel(reward_model_folder(tmp_path / "two", 2), pad_token_id=0, batch_size=2)
 
 
 def test_run_with_a_reward_model(alone, tmp_path, tokenizer_folder, prompts):

@@ -51,6 +51,7 @@ def test_the_function_sees_both_sides():
         ([1.0, 0.0, -np.inf], ValueError, "reward of response 2 is -inf"),
         ([[1.0, 2.0], 0.0, 0.0], ValueError, r"shape \(2,\) for response 0 of 3"),
         ([[1.0, 2.0, float("nan")], 0.0, 0.0], ValueError, "every weight NaN"),
+        (None, ValueError, "returned None for 3 responses"),
         (["good", 0.0, 0.0], TypeError, "reward of response 0 is 'good'"),
         ([None, 0.0, 0.0], ValueError, "reward of response 0 is None"),
     ],
@@ -58,3 +59,29 @@ def test_the_function_sees_both_sides():
 def test_wrong_answers_are_named(answers, error, message):
     with pytest.raises(error, match=message):
         rewarded(answers)
+
+
+def test_prompts_of_wrong_rewards_are_named_by_file_and_line():
+    places = ["p.jsonl, line 3", "p.jsonl, line 8", "p.jsonl, line 9"]
+    with pytest.raises(ValueError, match=r"reward of response 1 \(p.jsonl, line 8\) is nan"):
+        token_rewards(lambda prompts, responses: [0.0, float("nan"), 0.0], PROMPTS, RESPONSES, places)
+
+    def fails_at_7(prompts, responses):
+        return [{5: 0.0, 8: 1.0}[prompt["input_ids"][0]] for prompt in prompts]
+
+    with pytest.raises(ValueError) as caught:
+        token_rewards(fails_at_7, PROMPTS, RESPONSES, places)
+    said = str(caught.value)
+    assert said.startswith("The reward function raises KeyError: 7 (")
+    assert "test_reward.py, line" in said  # the line of the user's own code
+    assert "at response 1 (p.jsonl, line 8)" in said
+    assert "\n" not in said
+
+
+def test_a_reward_that_only_fails_on_several_names_all_of_them():
+    def fails_together(prompts, responses):
+        assert len(prompts) == 1, "one at a time"
+        return [0.0]
+
+    with pytest.raises(ValueError, match="at the 3 responses from response 0 to response 2 together"):
+        token_rewards(fails_together, PROMPTS, RESPONSES)

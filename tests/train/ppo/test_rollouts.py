@@ -8,9 +8,15 @@ import torch
 
 from multipack.train.ppo.buffer import actions_of, as_dataset, micro_batches
 from multipack.train.ppo.experience import learn_from
+from multipack.train.ppo.generate import Responses
 from multipack.train.ppo.rollouts import make_rollouts, offsets_of, row_elements, take_rows
 from multipack.train.ppo.scoring import BufferScores
 from multipack.train.ppo.update_plan import StepPlan
+
+
+def answered(token_ids, finished):
+    ids = [np.array(row, np.int64) for row in token_ids]
+    return Responses(ids, np.array(finished, np.bool_), [np.full(len(row), -1, np.float32) for row in ids])
 
 
 @pytest.fixture
@@ -20,10 +26,9 @@ def rollouts():
         collect_step=3,
         prompt_rows=[7, 2, 9],
         prompts=[[11, 12], [13], [14, 15, 16]],
-        responses=[np.array([21, 22, 1]), np.array([23, 1]), np.zeros(0, np.int64)],
-        finished=np.array([True, True, False]),
+        responses=answered([[21, 22, 1], [23, 1], []], [True, True, False]),
         rewards=np.array([0, 0, 1, 0, 2], np.float32),
-        scores=np.array([1, 2, 0], np.float32),
+        sequence_rewards=np.array([1, 2, 0], np.float32),
     )
 
 
@@ -36,7 +41,7 @@ def test_ragged_layout(rollouts):
 
 
 def test_a_share_may_be_empty():
-    empty = make_rollouts(0, [], [], [], np.zeros(0, bool), np.zeros(0, np.float32), np.zeros(0, np.float32))
+    empty = make_rollouts(0, [], [], answered([], []), np.zeros(0, np.float32), np.zeros(0, np.float32))
     assert len(empty) == 0
     assert empty.tokens.dtype == np.int32
     assert empty.action_offsets.tolist() == [0]
@@ -81,6 +86,9 @@ def test_learning_punishes_divergence_and_whitens(rollouts):
     assert metrics["reward"] == pytest.approx(1.0)
     assert metrics["response_tokens"] == pytest.approx(5 / 3)
     assert metrics["finished_share"] == pytest.approx(2 / 3)
+    # Sampled at -1 nat each, scored at 0, 0, -1, -1, -1: k3 of a token that became likelier by one nat is e - 2.
+    assert metrics["mismatch_kl"] == pytest.approx(2 * (np.e - 2) / 5)
+    assert metrics["mismatch_max"] == 1.0
 
 
 def test_nothing_can_be_learnt_from_empty_responses():
@@ -88,8 +96,7 @@ def test_nothing_can_be_learnt_from_empty_responses():
         0,
         [0, 1],
         [[5], [6]],
-        [np.zeros(0)] * 2,
-        np.zeros(2, bool),
+        answered([[], []], [False, False]),
         np.zeros(0, np.float32),
         np.ones(2, np.float32),
     )

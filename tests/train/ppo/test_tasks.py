@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import operator
 
 import pytest
 from helpers import SHARED
@@ -135,13 +136,72 @@ def test_prompt_file_in_three_layouts(tmp_path):
         ("[1, 2]", "line 1 is a list; a prompt must be an object"),
         ('{"question": "x"}', "no input_ids, no messages and no text in 'prompt'"),
         ('{"messages": [{"role": "system", "content": "x"}]}', "messages but no user turn"),
+        ('{"messages": ["hello"]}', "line 1: message 0 is 'hello'; a turn is"),
+        ('{"messages": "hello"}', "line 1: messages is 'hello', not a list"),
+        ('{"messages": [{"content": "x"}]}', "line 1: message 0 is {'content': 'x'}; a turn is"),
+        ('{"messages": [{"role": "user", "content": 7}]}', r"content of message 0 \(user\) is 7, not text"),
+        ('{"input_ids": "abc"}', "line 1: input_ids is 'abc', not a list of whole numbers"),
+        ('{"input_ids": [1, 2.5]}', "not a list of whole numbers"),
+        ('{"input_ids": [3, true]}', "not a list of whole numbers"),
+        ('{"input_ids": [99999, 3]}', r"line 1: token id 99999 is outside the tokenizer's 0..\d+"),
+        ('{"input_ids": [-1]}', "token id -1 is outside"),
     ],
 )
 def test_rows_without_a_prompt_are_named(tmp_path, row, message):
     path = tmp_path / "p.jsonl"
     path.write_text(row + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         prompt_file_task(str(path), byte_tokenizer(), lambda prompts, responses: [])
+    assert "p.jsonl" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_blank_lines_count_as_lines(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n\n{"prompt": "b"}\n{}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 5 has no input_ids"):
+        prompt_file_task(str(path), byte_tokenizer(), lambda prompts, responses: [])
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n', encoding="utf-8")
+    task = prompt_file_task(str(path), byte_tokenizer(), lambda prompts, responses: [])
+    assert [task.place(row) for row in range(2)] == [f"{path}, line 1", f"{path}, line 3"]
+    assert task.subset([1]).place(0) == f"{path}, line 3"
+
+
+@pytest.mark.parametrize("damage", ["not UTF-8", "cut short"])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    whole = gzip.compress(b'{"prompt": "a"}\n' * 9999)
+    path = tmp_path / ("p.jsonl" if damage == "not UTF-8" else "p.jsonl.gz")
+    path.write_bytes(b'{"prompt": "a"}\n\xff\xfe\n' if damage == "not UTF-8" else whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=f"{path} cannot be read after line"):
+        prompt_file_task(str(path), byte_tokenizer(), lambda prompts, responses: [])
+
+
+def test_messages_need_a_chat_template(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    path = write_rows(tmp_path / "p.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])
+    with pytest.raises(ValueError, match="line 1 has messages, and the tokenizer has no chat template"):
+        prompt_file_task(path, tokenizer, lambda prompts, responses: [])
+
+
+def test_what_the_template_refuses_is_named(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    path = write_rows(tmp_path / "p.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])
+    with pytest.raises(ValueError, match="line 1: the chat template refuses the conversation: roles must"):
+        prompt_file_task(path, tokenizer, lambda prompts, responses: [])
+
+
+def test_a_reward_is_known_to_be_callable_before_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "of_one.py").write_text("def reward(completions): return []\n")
+    (tmp_path / "broken.py").write_text("import json\nnot_there\n")
+    with pytest.raises(
+        ValueError, match=r"cannot be called with \(prompts, responses\): too many positional"
+    ):
+        load_reward("of_one:reward")
+    with pytest.raises(ValueError, match=r"its module raises NameError: .*broken.py, line 2\)"):
+        load_reward("broken:reward")
 
 
 def test_answers_without_a_number_are_named(tmp_path):
@@ -151,7 +211,7 @@ def test_answers_without_a_number_are_named(tmp_path):
 
 
 def test_reward_functions_are_found_by_name():
-    assert load_reward("json:dumps") is json.dumps
+    assert load_reward("operator:add") is operator.add
     for name, message in (
         ("json.dumps", "write module:function"),
         ("json:nothing", "cannot be loaded"),

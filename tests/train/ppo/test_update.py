@@ -17,6 +17,7 @@ from multipack.train.ppo.actor_critic import ActorCritic
 from multipack.train.ppo.buffer import actions_of, micro_batches
 from multipack.train.ppo.config import PPOConfig
 from multipack.train.ppo.experience import learn_from
+from multipack.train.ppo.generate import Responses
 from multipack.train.ppo.phases import Phases
 from multipack.train.ppo.rollouts import make_rollouts
 from multipack.train.ppo.scoring import score
@@ -42,8 +43,11 @@ def experience_of(engine, response_lengths):
         0,
         range(n),
         [rng.integers(2, 64, 3) for _ in range(n)],
-        [rng.integers(2, 64, length) for length in response_lengths],
-        np.zeros(n, bool),
+        Responses(
+            [rng.integers(2, 64, length) for length in response_lengths],
+            np.zeros(n, bool),
+            [np.full(length, -4, np.float32) for length in response_lengths],
+        ),
         rng.normal(size=sum(response_lengths)).astype(np.float32),
         np.zeros(n, np.float32),
     )
