@@ -146,7 +146,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"sample_packing": False, "pad_to_sequence_len": True},
         "pad_to_sequence_len is True but sample_packing is false",
     ),
-    ({"sample_packing": False, "balance": "step"}, "balance is lpt but sample_packing is false"),
+    ({"sample_packing": False, "balance": "step"}, "balance is step but sample_packing is false"),
     ({"lr_scheduler": "constant", "warmup_steps": 3}, "Use constant_with_warmup"),
     ({"warmup_steps": 30, "max_steps": 20}, r"warmup_steps \(30\) is above max_steps \(20\)"),
     ({"deepspeed": "z.json", "zero_stage": 2}, "deepspeed .z.json. and zero_stage 2"),
