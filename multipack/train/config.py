@@ -1,17 +1,17 @@
 """What a training run is told: one frozen record, its keys named as in axolotl where they mean the same.
 
-Every key is checked when the record is made, before a model, a data set or a process group exists. A value that other trainers
-know and this one does not is an error with a remedy; no key is ignored.
+Every key is checked when the record is made, before a model, a data set or a process group exists. A file written for
+axolotl is translated; see `multipack.train.axolotl`. No key is ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from dataclasses import field as field_
-from typing import Literal
+from typing import Any, Literal
 
-from multipack.train.axolotl_keys import ELSEWHERE
+from multipack.train.axolotl import explained, is_axolotl, translate
 from multipack.train.config_checks import check_config, check_dataset
 from multipack.train.config_file import read_config
 from multipack.train.run_config import RunConfig
@@ -97,8 +97,6 @@ class TrainConfig(RunConfig):
     """Pack rows into bins of `sequence_len`. Off: `micro_batch_size` rows are padded to the longest of them."""
     pad_to_sequence_len: bool = False
     """Pad every batch to its full `micro_batch_size * sequence_len` slots, for compiled models that want one shape."""
-    group_by_length: bool = False
-    """Only false: packing already makes neighbours of every length fill a bin."""
     micro_batch_size: int = 1
     """Bins (or rows, without packing) a rank takes in one micro-step."""
     gradient_accumulation_steps: int = 1
@@ -117,20 +115,6 @@ class TrainConfig(RunConfig):
     """Passes over the training rows."""
     max_steps: int | None = None
     """Optimizer steps after which the run ends, should `num_epochs` not end it before."""
-
-    # Kernels
-    fp16: bool = False
-    """Only false: float16 needs loss scaling, which this trainer has not."""
-    flash_attention: bool = True
-    """Packed batches run through the `multipack` attention: torch's varlen flash kernels on CUDA, segment by segment on CPU."""
-    flash_attn_cross_entropy: bool = False
-    """Only false: a fused kernel of the flash-attn package."""
-    flash_attn_rms_norm: bool = False
-    """Only false: a fused kernel of the flash-attn package."""
-    flash_attn_fuse_qkv: bool = False
-    """Only false: a fused kernel of the flash-attn package."""
-    flash_attn_fuse_mlp: bool = False
-    """Only false: a fused kernel of the flash-attn package."""
 
     # Adapters
     lora_dropout: float = 0.0
@@ -158,6 +142,11 @@ class TrainConfig(RunConfig):
         return self.datasets or [DatasetConfig(path=BUILTIN)]
 
 
+def warmup_of(warmup_steps: float, num_steps: int) -> int:
+    """Warm-up steps, from a count or a share of the run's `num_steps` below 1 (0.1 of 101 steps: 10)."""
+    return int(warmup_steps * num_steps) if warmup_steps < 1 else int(warmup_steps)
+
+
 def every_steps(interval: float, num_steps: int) -> int:
     """Steps between two events, from a count of steps or a share of the run's `num_steps` below 1 (0.2 of 101 steps: 20)."""
     return max(1, int(interval * num_steps)) if interval < 1 else int(interval)
@@ -167,6 +156,20 @@ def load_config(argv: Sequence[str] | None = None) -> TrainConfig:
     """Read `--config FILE.yml` and `--key value` pairs, which go over the file's.
 
     Raises:
-        ValueError: an unknown key (the message names the nearest one), a value of a wrong type, or one that the checks refuse.
+        ValueError: an unknown key (the message names the nearest one), a value of a wrong type, one that the checks refuse,
+            or a file of axolotl that asks for what is not here (the message names all such keys).
     """
-    return read_config(TrainConfig, argv, elsewhere=ELSEWHERE, instead={"data": "datasets"})
+    return read_config(
+        TrainConfig,
+        argv,
+        translate=_from_axolotl,
+        elsewhere=explained,
+        instead={"data": "datasets"},
+    )
+
+
+def _from_axolotl(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """The values of a file, translated where it has keys that only axolotl has."""
+    if not is_axolotl(values, {key.name for key in fields(TrainConfig)}):
+        return values
+    return translate(values, name, TrainConfig, DatasetConfig)

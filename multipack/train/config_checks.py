@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ def check_config(config: TrainConfig) -> None:
     _check_data(config)
     _check_batches(config)
     _check_optimizer(config)
-    _check_kernels(config)
     _check_engine(config)
     _check_adapter(config)
 
@@ -90,6 +90,8 @@ def _check_data(config: TrainConfig) -> None:
         )
     for name in ("eval_steps", "save_steps"):
         _check_interval(config, name)
+    if config.warmup_steps:
+        _check_interval(config, "warmup_steps")
     if config.eval_steps is not None and config.val_set_size == 0:
         raise ValueError(
             f"eval_steps is {config.eval_steps} but val_set_size is 0, so there is nothing to evaluate on. "
@@ -108,10 +110,6 @@ def _check_interval(config: TrainConfig, name: str) -> None:
 
 
 def _check_batches(config: TrainConfig) -> None:
-    if config.group_by_length:
-        raise ValueError(
-            "group_by_length is true; packing fills bins from every length and needs no grouping, which would bias the order. Set it to false."
-        )
     if not config.sample_packing:
         for name, plain in (("pad_to_sequence_len", False), ("balance", "none"), ("pack_method", "auto")):
             if getattr(config, name) != plain:
@@ -139,23 +137,6 @@ def _check_optimizer(config: TrainConfig) -> None:
         )
 
 
-def _check_kernels(config: TrainConfig) -> None:
-    if config.fp16:
-        raise ValueError(
-            "fp16 is true; float16 needs loss scaling, which this trainer has not. Set bf16: true and fp16: false."
-        )
-    if config.sample_packing and not config.flash_attention:
-        raise ValueError(
-            "flash_attention is false with sample_packing: other attention builds a mask of tokens x tokens or lets sequences of a bin see "
-            "each other. Set flash_attention to true (on CPU it is exact and needs no kernel), or sample_packing to false."
-        )
-    for name in ("cross_entropy", "rms_norm", "fuse_qkv", "fuse_mlp"):
-        if getattr(config, "flash_attn_" + name):
-            raise ValueError(
-                f"flash_attn_{name} is true; the fused kernels of the flash-attn package are not used here. Set it to false."
-            )
-
-
 def _check_engine(config: TrainConfig) -> None:
     if config.ddp_timeout <= 0:
         raise ValueError(f"ddp_timeout is {config.ddp_timeout}; give the seconds a rank may wait, above 0.")
@@ -164,9 +145,12 @@ def _check_engine(config: TrainConfig) -> None:
             f"deepspeed ({config.deepspeed}) and zero_stage {config.zero_stage} / offload {config.offload} are both given. The stage and "
             "the offloading of a DeepSpeed run stand in its JSON file: remove zero_stage and offload, or deepspeed."
         )
-    if config.optimizer == "adamw_bnb_8bit" and config.zero_stage >= 2:
+    if (
+        config.optimizer in ("adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
+        and config.zero_stage >= 2
+    ):
         raise ValueError(
-            f"optimizer adamw_bnb_8bit with zero_stage {config.zero_stage}: bitsandbytes cannot update parameters that are sharded. "
+            f"optimizer {config.optimizer} with zero_stage {config.zero_stage}: its rounded state cannot be sharded. "
             "Set zero_stage to 0 or 1 or deepspeed to a file, or optimizer to adamw_torch."
         )
     if config.offload and config.zero_stage < 2:
@@ -177,10 +161,26 @@ def _check_engine(config: TrainConfig) -> None:
 
 def _check_adapter(config: TrainConfig) -> None:
     named = bool(config.lora_target_modules)
-    if config.adapter is None:
-        if config.load_in_4bit or config.lora_target_linear or named:
+    for name in config.unfrozen_parameters:
+        if "[" in name and name.rstrip().endswith("]") and "$[" in name:
             raise ValueError(
-                "load_in_4bit and lora_target_* act on an adapter, and none is set. Set adapter to lora or qlora."
+                f"unfrozen_parameters has {name}; a part of a parameter cannot be trained. Name it whole."
+            )
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise ValueError(
+                f"unfrozen_parameters has {name}, which is no regular expression: {error}."
+            ) from None
+    if config.unfrozen_parameters and config.adapter is not None:
+        raise ValueError(
+            "unfrozen_parameters acts on a model without an adapter, whose own parameters are frozen. Set lora_modules_to_save, or adapter "
+            "to nothing."
+        )
+    if config.adapter is None:
+        if config.load_in_4bit or config.load_in_8bit or config.lora_target_linear or named:
+            raise ValueError(
+                "load_in_4bit, load_in_8bit and lora_target_* act on an adapter, and none is set. Set adapter to lora or qlora."
             )
         return
     _at_least(config, "lora_r", 1)
@@ -195,8 +195,17 @@ def _check_adapter(config: TrainConfig) -> None:
             f"adapter is {config.adapter} and load_in_4bit is {config.load_in_4bit}; qlora means 4-bit weights under the adapter. "
             "Set adapter: qlora with load_in_4bit: true, or adapter: lora with load_in_4bit: false."
         )
-    if config.adapter == "qlora" and config.zero_stage >= 2:
+    if config.load_in_4bit and config.load_in_8bit:
         raise ValueError(
-            f"adapter qlora with zero_stage {config.zero_stage}: packed 4-bit weights cannot be sharded by rows. Set zero_stage to 0 or 1; "
+            "load_in_4bit and load_in_8bit are both true: weights have one precision. Set one of them to false."
+        )
+    if (config.load_in_4bit or config.load_in_8bit) and config.zero_stage >= 2:
+        kind = (
+            f"adapter qlora with zero_stage {config.zero_stage}: packed 4-bit"
+            if config.load_in_4bit
+            else f"load_in_8bit with zero_stage {config.zero_stage}: 8-bit"
+        )
+        raise ValueError(
+            f"{kind} weights cannot be sharded by rows. Set zero_stage to 0 or 1; "
             "the adapter's own state is small."
         )

@@ -10,7 +10,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -20,7 +20,6 @@ import yaml
 
 Config = TypeVar("Config")
 
-_OFF: tuple[Any, ...] = (None, False, "", [], {})
 _OPTIONS = ("config", "help", "print_config")
 
 
@@ -28,7 +27,8 @@ def read_config(
     config_type: type[Config],
     argv: Sequence[str] | None = None,
     *,
-    elsewhere: Mapping[str, str] | None = None,
+    translate: Callable[[dict[str, Any], str], dict[str, Any]] | None = None,
+    elsewhere: Callable[[str], str | None] = lambda key: None,
     instead: Mapping[str, str] | None = None,
 ) -> Config:
     """Make a `config_type` from `--config FILE.yml` and `--key value` pairs.
@@ -38,8 +38,8 @@ def read_config(
     Args:
         config_type: frozen dataclass whose fields are the keys.
         argv: command line without the program's name; None takes this process's.
-        elsewhere: keys of other trainers -> what to do instead. They are accepted while they are off, since off is what
-            they are here, and refused with the remedy otherwise.
+        translate: gets the file's values and its name, and returns those of `config_type`.
+        elsewhere: says of a key that only other trainers have what holds here or what to do instead.
         instead: keys that, on the command line, take the place of another key of the file.
 
     Raises:
@@ -48,16 +48,14 @@ def read_config(
     arguments = _spelt_out(sys.argv[1:] if argv is None else argv, config_type)
     path, overrides = _without_config(arguments)
     values = _read_yaml(path) if path is not None else {}
+    if translate is not None and path is not None:
+        values = translate(values, str(path))
     names = {key: "--" + key for key in _option_keys(overrides)} | {key: f"{key} in {path}" for key in values}
     off = {key for key, value in values.items() if value is None}
     for key, shown in names.items():
-        if elsewhere and key in elsewhere:
-            if key not in values or values[key] not in _OFF:
-                raise ValueError(
-                    f"{shown} is a key of another trainer that this one does not have: {elsewhere[key]}"
-                )
-            off.add(key)
-        elif key not in _OPTIONS:
+        if key not in (*_OPTIONS, *_keys_of(config_type)) and (remedy := elsewhere(key)) is not None:
+            raise ValueError(f"{shown} is a key of axolotl that this trainer does not have: {remedy}.")
+        if key not in _OPTIONS:
             _check_key(key, shown, config_type)
     _check_nested_keys(values, config_type)
     replaced = {argument[2:].partition("=")[0] for argument in overrides}  # lists are replaced, not joined
@@ -122,12 +120,16 @@ def _option_keys(arguments: Iterable[str]) -> list[str]:
 
 
 def _check_key(key: str, shown: str, config_type: type[Any]) -> None:
-    known = [field.name for field in fields(config_type)]
+    known = _keys_of(config_type)
     if key in known:
         return
     nearest = difflib.get_close_matches(key, known, n=1)
     remedy = f"Did you mean {nearest[0]}?" if nearest else "--help lists the keys."
     raise ValueError(f"{shown} is not a key of {config_type.__name__}. {remedy}")
+
+
+def _keys_of(config_type: type[Any]) -> list[str]:
+    return [field.name for field in fields(config_type)]
 
 
 def _check_nested_keys(values: Mapping[str, Any], config_type: type[Any]) -> None:

@@ -33,8 +33,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from multipack.train.optim import OptimizerSpec
+from multipack.train.optim import OptimizerSpec, set_rate
 
 T = TypeVar("T")
 
@@ -157,13 +158,21 @@ class _TorchEngine(Engine):
                 if key.startswith("qmap"):
                     continue  # bitsandbytes' table of 8-bit codes: a constant, one memory for all parameters
                 state[key] = value if isinstance(value, Tensor) else torch.tensor(value)
-                tensors[f"optimizer.{names[parameter]}.{key}"] = state[key]
+                tensors |= _plain_tensors(f"optimizer.{names[parameter]}.{key}", state[key])
         return tensors
 
     def loaded(self) -> None:
         for state in self._local_optimizer.state.values():
             if isinstance(state.get("step"), Tensor) and state["step"].dtype == torch.int64:
                 state["step"] = int(state["step"])  # bitsandbytes counts in a Python int
+
+
+def _plain_tensors(name: str, value: Tensor) -> dict[str, Tensor]:
+    """A tensor by its name; one that only wraps others, such as torchao's rounded state, as those."""
+    if not is_traceable_wrapper_subclass(value):
+        return {name: value}
+    parts, _ = value.__tensor_flatten__()
+    return {f"{name}.{part}": getattr(value, part) for part in parts if part != "qmap"}
 
 
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -177,15 +186,15 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer allocate its state by one step of rate 0 along a zero gradient, unless it has done real ones."""
     if optimizer.state:
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        set_rate(group, 0.0)
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        set_rate(group, rate)
 
 
 # Buffers are the same everywhere and stay so; torch 2.13 gave the switch another name.

@@ -6,8 +6,10 @@ What can be known from the model's configuration is checked by `model_config`, b
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,35 +19,41 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from multipack.integrations.attention import ATTENTION
 from multipack.train.config import TrainConfig
+from multipack.train.run_config import RunConfig
 
 
-def model_config(config: TrainConfig, vocabulary: int) -> PretrainedConfig:
+def model_config(config: RunConfig, vocabulary: int, longest: int) -> PretrainedConfig:
     """The configuration of `base_model`, or of a small Llama, with the run's overrides.
 
     Args:
         config: of the run.
         vocabulary: tokens of the tokenizer; a small Llama is made for so many.
+        longest: tokens of the longest row. Positions start anew in every row, so a bin may be longer than the model's.
 
     Raises:
         ValueError: no such model, rows can be longer than the model's positions, or the tokenizer has more tokens than the model has embeddings.
     """
     overrides = config.overrides_of_model_config
     if config.base_model is None:
-        found: PretrainedConfig = LlamaConfig(**_small_llama(vocabulary, config.sequence_len) | overrides)
+        found: PretrainedConfig = LlamaConfig(**_small_llama(vocabulary, longest) | overrides)
     else:
         try:
             found = AutoConfig.from_pretrained(
-                config.base_model, trust_remote_code=config.trust_remote_code, **overrides
+                config.base_model,
+                trust_remote_code=config.trust_remote_code,
+                revision=config.revision_of_model,
+                **overrides,
             )
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"base_model {config.base_model} cannot be loaded; give a folder, or a name on the hub. {error}"
             ) from error
     limit = getattr(found, "max_position_embeddings", None)
-    if limit is not None and config.sequence_len > limit:
+    if limit is not None and longest > limit:
         raise ValueError(
-            f"sequence_len is {config.sequence_len} but {config.base_model or 'the small Llama'} has {limit} positions: longer rows would "
-            f"use positions it never learnt. Lower sequence_len to {limit}, or raise max_position_embeddings in overrides_of_model_config."
+            f"the longest row has {longest} tokens but {config.base_model or 'the small Llama'} has {limit} positions: its end would "
+            f"use positions it never learnt. Lower sequence_len to {limit} with overlong: truncate, split or drop, or raise "
+            "max_position_embeddings in overrides_of_model_config."
         )
     if vocabulary > found.vocab_size:
         raise ValueError(
@@ -81,10 +89,13 @@ def build_model(config: TrainConfig, of: PretrainedConfig, *, bf16: bool) -> Any
                 attn_implementation=attention,
                 dtype=frozen,
                 trust_remote_code=config.trust_remote_code,
-                quantization_config=_four_bit(bf16) if config.load_in_4bit else None,
+                quantization_config=_quantized(config, of, bf16),
+                revision=config.revision_of_model,
             )
         if config.adapter:
             model = _with_adapter(model, config)
+    if config.unfrozen_parameters:
+        _freeze_others(model, config.unfrozen_parameters)
     if config.gradient_checkpointing:
         recompute_activations(model)
     return model.train()
@@ -112,7 +123,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train()
 
 
-def _small_llama(vocabulary: int, sequence_len: int) -> dict[str, Any]:
+def _small_llama(vocabulary: int, longest: int) -> dict[str, Any]:
     """About 0.3 million parameters: learns the built-in data visibly within a minute on two cores."""
     return {
         "vocab_size": vocabulary,
@@ -121,7 +132,7 @@ def _small_llama(vocabulary: int, sequence_len: int) -> dict[str, Any]:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "max_position_embeddings": max(sequence_len, 2048),
+        "max_position_embeddings": max(longest, 2048),
         "tie_word_embeddings": False,
     }
 
@@ -135,13 +146,31 @@ def _model_class(name: str) -> Any:
     return found
 
 
-def _four_bit(bf16: bool) -> Any:
+def _quantized(config: TrainConfig, of: PretrainedConfig, bf16: bool) -> Any:
+    """How transformers reads the weights: rounded to 8 or 4 bits, or the MXFP4 of a file widened to numbers that can be trained."""
+    if dict(getattr(of, "quantization_config", None) or {}).get("quant_method") == "mxfp4":
+        return transformers.Mxfp4Config(dequantize=True)
+    if config.load_in_8bit:
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    if not config.load_in_4bit:
+        return None
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
     )
+
+
+def _freeze_others(model: nn.Module, patterns: Sequence[str]) -> None:
+    compiled = [re.compile(pattern.replace(".", r"\.")) for pattern in patterns]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(pattern.match(name) for pattern in compiled))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        names = ", ".join(name for name, _ in islice(model.named_parameters(), 3))
+        raise ValueError(
+            f"unfrozen_parameters {list(patterns)} match no parameter, so nothing would be trained. They are called {names}, ..."
+        )
 
 
 def _with_adapter(model: Any, config: TrainConfig) -> Any:
@@ -151,11 +180,14 @@ def _with_adapter(model: Any, config: TrainConfig) -> Any:
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
+        use_rslora=config.lora_rank_stabilized,
+        modules_to_save=config.lora_modules_to_save,
+        target_parameters=config.lora_target_parameters,
         target_modules="all-linear" if config.lora_target_linear else config.lora_target_modules,
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():  # peft asks transformers by an old name
         warnings.filterwarnings("ignore", ".*gradient_checkpointing. is deprecated", FutureWarning)
-        if config.load_in_4bit:
+        if config.load_in_4bit or config.load_in_8bit:
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return get_peft_model(model, lora)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 
@@ -17,7 +17,7 @@ class OptimizerSpec:
     """What to build once the engine has put the parameters into their final form."""
 
     name: str = "adamw_torch"
-    """adamw_torch, adamw_torch_fused, adamw_bnb_8bit (state in 8 bits, bitsandbytes) or sgd."""
+    """adamw_torch, adamw_torch_fused, adamw_bnb_8bit (state in 8 bits, bitsandbytes), adamw_torch_8bit, adamw_torch_4bit (torchao) or sgd."""
     learning_rate: float = 1e-3
     """Highest learning rate of the schedule."""
     weight_decay: float = 0.0
@@ -36,10 +36,19 @@ class OptimizerSpec:
             from bitsandbytes.optim import AdamW8bit
 
             return AdamW8bit, adamw
+        if self.name in ("adamw_torch_8bit", "adamw_torch_4bit"):
+            try:
+                from torchao.optim import AdamW4bit
+                from torchao.optim import AdamW8bit as AdamW8bitOfTorchao
+            except ImportError as error:
+                raise ValueError(
+                    f"optimizer {self.name} is torchao's, which is not installed: install torchao, or set adamw_bnb_8bit."
+                ) from error
+            return (AdamW8bitOfTorchao if self.name.endswith("8bit") else AdamW4bit), adamw
         if self.name == "sgd":
             return torch.optim.SGD, {"lr": self.learning_rate, "momentum": self.betas[0]}
         raise ValueError(
-            f"no optimizer is called {self.name!r}: take adamw_torch, adamw_torch_fused, adamw_bnb_8bit or sgd."
+            f"no optimizer is called {self.name!r}: take adamw_torch, adamw_torch_fused, adamw_bnb_8bit, adamw_torch_8bit, adamw_torch_4bit or sgd."
         )
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
@@ -85,6 +94,14 @@ def go_to_step(schedule: LambdaLR, step: int) -> None:
     rates = [rate * factor(step) for rate, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     schedule.load_state_dict(schedule.state_dict() | {"last_epoch": step, "_last_lr": rates})
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        set_rate(group, rate)
+
+
+def set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
+    """Give a group of parameters a learning rate; torchao keeps it in a tensor, which must stay the same one."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
         group["lr"] = rate
 
 

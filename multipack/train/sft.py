@@ -33,7 +33,7 @@ from multipack.train.checkpoint import (
     save_checkpoint,
     set_later_aside,
 )
-from multipack.train.config import TrainConfig, every_steps, load_config
+from multipack.train.config import TrainConfig, every_steps, load_config, warmup_of
 from multipack.train.data.prepare import PreparedData, prepare_data
 from multipack.train.engine import Engine, EngineOptions, build_engine
 from multipack.train.engine_deepspeed import read_deepspeed_file
@@ -143,7 +143,7 @@ def plan_run(config: TrainConfig, data: PreparedData, device: torch.device) -> R
     """
     checkpoint = _checkpoint_of(config)
     state = read_state(checkpoint) if checkpoint is not None else {}
-    of = model_config(config, len(data.tokenizer))
+    of = model_config(config, len(data.tokenizer), data.longest)
     data.check_ids(of.vocab_size)
     pad = data.tokenizer.pad_token_id or 0
     loader = training_loader(config, data.train, pad_token_id=pad, hidden_size=of.hidden_size, device=device)
@@ -165,7 +165,7 @@ def plan_run(config: TrainConfig, data: PreparedData, device: torch.device) -> R
             f"{checkpoint} is at step {first_step}, beyond max_steps {config.max_steps}: no step can be taken back. Raise max_steps, or "
             "resume from an earlier checkpoint."
         )
-    if config.warmup_steps > num_steps:
+    if warmup_of(config.warmup_steps, num_steps) > num_steps:
         raise ValueError(
             f"warmup_steps is {config.warmup_steps} but the run has {num_steps} optimizer steps: the learning rate would never arrive. "
             "Lower warmup_steps, or raise num_epochs."
@@ -196,7 +196,10 @@ def train(run: Run, options: EngineOptions) -> None:
     cost = flops_per_token(model.num_parameters(), model.num_parameters(only_trainable=True))
     engine = build_engine(model, optimizer_spec(config), options, run.device)
     schedule = learning_rate_schedule(
-        config.lr_scheduler, engine.optimizer, warmup_steps=config.warmup_steps, num_steps=run.num_steps
+        config.lr_scheduler,
+        engine.optimizer,
+        warmup_steps=warmup_of(config.warmup_steps, run.num_steps),
+        num_steps=run.num_steps,
     )
     _seed_dropout(config.seed, run.device)
     _restore(run, engine, schedule)

@@ -260,7 +260,7 @@ def test_all_rows_in_one_step_have_one_loss_and_one_gradient_however_they_are_ba
     }
     (right,) = run(keys)
     config = load_config(arguments(keys))
-    model = build_model(config, model_config(config, len(byte_tokenizer())), bf16=False)
+    model = build_model(config, model_config(config, len(byte_tokenizer()), config.sequence_len), bf16=False)
     model.set_attn_implementation("eager")
     tokens = [(row["input_ids"].tolist(), row["labels"].tolist()) for row in prepare_data(config).train]
     loss = torch.cat(list(sequence_losses(model, tokens))).mean()

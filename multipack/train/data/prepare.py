@@ -59,6 +59,12 @@ class PreparedData(NamedTuple):
                 "would fail. Use the tokenizer that belongs to the model."
             )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        parts = [part for part in (self.train, self.validation) if part is not None]
+        return max(int(part.lengths.max()) for part in parts)
+
     def __str__(self) -> str:
         """One line: rows, tokens, the longest row, and where the tokens lie."""
         parts = [f"training {_size(self.train)}"]

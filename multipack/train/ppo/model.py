@@ -30,7 +30,9 @@ def ppo_model_config(config: PPOConfig, vocabulary: int) -> PretrainedConfig:
     """
     small = _TINY if config.base_model is None else {}
     overrides = {**small, **config.overrides_of_model_config}
-    return model_config(config.supervised(overrides_of_model_config=overrides), vocabulary)
+    return model_config(
+        config.supervised(overrides_of_model_config=overrides), vocabulary, config.longest_sequence
+    )
 
 
 def build_actor_critic(config: PPOConfig, of: PretrainedConfig, *, bf16: bool) -> ActorCritic:

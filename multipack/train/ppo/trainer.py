@@ -21,6 +21,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from multipack.order.orders import Permutation, torch_permutation
 from multipack.train.checkpoint import load_tensors, read_state, save_checkpoint
+from multipack.train.config import warmup_of
 from multipack.train.engine import EngineOptions, build_engine
 from multipack.train.metrics import flops_per_token
 from multipack.train.optim import go_to_step, learning_rate_schedule
@@ -119,7 +120,7 @@ class PPOTrainer:
         self._schedule = learning_rate_schedule(
             config.lr_scheduler,
             self.engine.optimizer,
-            warmup_steps=config.warmup_steps,
+            warmup_steps=warmup_of(config.warmup_steps, sum(self._steps_of_iterations)),
             num_steps=sum(self._steps_of_iterations),
         )
         self._update = UpdatePhase(
