@@ -167,7 +167,7 @@ class _TorchEngine(Engine):
                 state["step"] = int(state["step"])  # bitsandbytes counts in a Python int
 
 
-def _plain_tensors(name: str, value: Tensor) -> dict[str, Tensor]:
+def _plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
     """A tensor by its name; one that only wraps others, such as torchao's rounded state, as those."""
     if not is_traceable_wrapper_subclass(value):
         return {name: value}

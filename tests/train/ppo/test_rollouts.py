@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from multipack.order.batch import BatchIndices
 from multipack.train.ppo.buffer import actions_of, as_dataset, micro_batches
 from multipack.train.ppo.experience import learn_from
 from multipack.train.ppo.generate import Responses
 from multipack.train.ppo.rollouts import make_rollouts, offsets_of, row_elements, take_rows
 from multipack.train.ppo.scoring import BufferScores
-from multipack.train.ppo.update_plan import StepPlan
 
 
 def answered(token_ids, finished):
@@ -58,9 +58,10 @@ def test_rows_are_taken_in_the_order_asked_for():
 
 def test_packed_micro_batch_asks_for_the_actions(rollouts):
     dataset = as_dataset(rollouts, {"advantages": np.array([1, 2, 3, 4, 5], np.float32)})
-    plan = StepPlan(
-        [[np.array([1]), np.array([2, 0])], [np.array([1]), np.array([1])]], [[False, False], [False, True]]
-    )
+    plan = [
+        [BatchIndices([1]), BatchIndices([2, 0])],
+        [BatchIndices([1]), BatchIndices([1], repeated=True)],
+    ]
     first, second = micro_batches(dataset, [plan], 1, 0, torch.device("cpu"))
     assert first["input_ids"].tolist() == [[14, 15, 16, 11, 12, 21, 22, 1]]
     assert first["labels"].tolist() == [[-100, -100, -100, -100, -100, 21, 22, 1]]
