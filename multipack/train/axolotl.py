@@ -510,12 +510,8 @@ class _Translation:
         name, text = self.take("chat_template"), self.take("chat_template_jinja")
         if name in (None, "tokenizer_default"):
             return
-        if name in ("chatml", "jinja") and "chat_template" in self._keys:
+        if name in ("chatml", "jinja"):
             self.set("chat_template", text if name == "jinja" else _CHATML, f"chat_template {name}")
-        elif name in ("chatml", "jinja"):
-            self.refused["chat_template"] = (
-                "put the template into the tokenizer's own files, and set tokenizer_default"
-            )
         else:
             self.taken.append(f"chat_template {name} is the one that the tokenizer brings")
 
@@ -610,12 +606,8 @@ class _Translation:
             if key in entry:
                 names[ours_name] = entry.pop(key)
         renamed = {name: column for name, column in names.items() if name != column}
-        if renamed and "fields" in self._source_keys:
+        if renamed:
             ours["fields"] = renamed
-        elif renamed:
-            self.refused[f"{where}.message_property_mappings"] = (
-                "rename the keys of the messages to role and content"
-            )
         if entry.get("field_thinking", entry.get("template_thinking_key")) == entry.get(
             "template_thinking_key"
         ):

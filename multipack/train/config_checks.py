@@ -185,7 +185,7 @@ def _check_adapter(config: TrainConfig) -> None:
         return
     _at_least(config, "lora_r", 1)
     _at_least(config, "lora_alpha", 1)
-    if named == config.lora_target_linear:
+    if named == config.lora_target_linear and not (config.lora_target_parameters and not named):
         raise ValueError(
             f"lora_target_linear is {config.lora_target_linear} and lora_target_modules is {config.lora_target_modules}: one of them has to say "
             "which layers are adapted. Set lora_target_linear to true, or name modules."

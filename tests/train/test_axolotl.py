@@ -104,6 +104,28 @@ def test_what_means_the_same_is_taken(tmp_path: Path, given: dict[str, Any], tak
     assert {key: getattr(config, key) for key in taken} == taken
 
 
+def test_names_of_columns_and_templates_are_taken(tmp_path: Path) -> None:
+    source = {
+        "path": "a",
+        "type": "chat_template",
+        "field_messages": "conversations",
+        "message_property_mappings": {"role": "from", "content": "content"},
+        "message_field_content": "value",
+        "roles_to_train": ["assistant"],
+        "train_on_eos": "turn",
+    }
+    config = read(tmp_path, datasets=[source], chat_template="chatml")
+    (taken,) = config.sources
+    assert (taken.type, taken.field_messages) == ("chat_template", "conversations")
+    assert taken.fields == {"role": "from", "content": "value"}
+    assert "<|im_start|>" in str(config.chat_template)
+    given = read(tmp_path, datasets=[source], chat_template="jinja", chat_template_jinja="{{ messages }}")
+    assert given.chat_template == "{{ messages }}"
+    assert (
+        read(tmp_path, datasets=[source], chat_template="gemma3").chat_template is None
+    )  # the tokenizer's own
+
+
 def test_resuming_by_itself_takes_the_newest_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
     more = {"auto_resume_from_checkpoints": True, "output_dir": str(tmp_path / "out")}
