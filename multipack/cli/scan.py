@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from multipack.data.columns import is_list, is_number
 from multipack.data.text.arrow_rows import batch_rows, open_saved
-from multipack.data.text.files import Block, data_files, kind_of, naming, read_blocks
-from multipack.data.text.formats import RowFormat, choose_format
+from multipack.data.text.files import Block, data_files, kind_of, naming, read_blocks, say_unread_files
+from multipack.data.text.formats import RowFormat, choose_format, matters_beside_tokens
 
 if TYPE_CHECKING:
     from multipack.data.text.encode import RowEncoder
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 LENGTHS = ("length", "lengths", "num_tokens")
 """Columns that are taken for counts of tokens where none is named and no format fits."""
 _TOKENS = ("input_ids", "tokens")
-_PACKED = ("seq_lengths", "position_ids", "attention_mask")
-"""Columns beside tokens that may say that a row is several sequences, or partly padding."""
 _ROWS_AT_ONCE = 1024
 _MOST_TOKENS = 1 << 40
 """Of a row: sums over 2^22 such rows still fit 64 bits, and a larger number is not a count of tokens."""
@@ -89,7 +87,10 @@ def scan(
     reader = _Reader(column, tokenise, progress, reading or Reading())
     files = 0
     for path in paths:
-        for file in scanned_files(path, split):
+        found = scanned_files(path, split)
+        if not any(file.suffix.lower() == ".npy" for file in found):
+            say_unread_files(path, split)
+        for file in found:
             reader.read(file)
             files += 1
     if not any(len(part) for part in reader.parts):
@@ -127,15 +128,16 @@ class _Reader:
 
     def read(self, path: Path) -> None:
         self._path, self._num_rows = path, 0
-        with naming(path):
-            if path.suffix.lower() == ".npy":
+        if path.suffix.lower() == ".npy":
+            with naming(path):
                 self._read_array(path)
-                return
+            return
+        with naming(path):
             opened = _open_arrow(path)
-            if opened is None:
-                self._read_blocks(read_blocks(path, size=_ROWS_AT_ONCE))
-            elif opened.schema is not None:
-                self._read_arrow(opened)
+        if opened is None:
+            self._read_blocks(read_blocks(path, size=_ROWS_AT_ONCE))
+        elif opened.schema is not None:
+            self._read_arrow(opened)
 
     def finish(self, name: str) -> None:
         """Say what of the rows was not read."""
@@ -159,11 +161,14 @@ class _Reader:
         assert opened.schema is not None
         names = opened.schema.names
         name = self._numbers(names)
-        if name is not None and not (name in _TOKENS and any(packed in names for packed in _PACKED)):
+        if name is not None and not (name in _TOKENS and matters_beside_tokens(names)):
             kind = opened.schema.field(name).type
-            if pa.types.is_integer(kind) or (is_list(kind) and _holds_numbers(kind.value_type)):
+            counted = pa.types.is_integer(kind) and (self._column is not None or name not in _TOKENS)
+            if counted or (is_list(kind) and _holds_numbers(kind.value_type)):
                 self.name = name
-                for batch in opened.batches([name]):
+                for batch in _named(self._path, opened.batches([name])):
+                    with naming(self._path):
+                        batch.validate()
                     self._keep(self._lengths(name, batch.column(0)))
                     self._progress(self._path.name, self._num_rows, opened.num_rows)
                 return
@@ -171,8 +176,10 @@ class _Reader:
 
     def _blocks_of(self, opened: _Arrow) -> Iterator[Block]:
         first_row = 0
-        for batch in opened.batches(None):
-            yield Block(self._path, first_row, batch_rows(batch))
+        for batch in _named(self._path, opened.batches(None)):
+            with naming(self._path):
+                rows = batch_rows(batch)
+            yield Block(self._path, first_row, rows)
             first_row += batch.num_rows
 
     def _read_blocks(self, blocks: Iterable[Block]) -> None:
@@ -315,6 +322,12 @@ class _Arrow:
     num_rows: int
     batches: Callable[[list[str] | None], Iterable[pa.RecordBatch]]
     """Batches of these columns, or of all."""
+
+
+def _named(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The batches; what goes wrong while they are read names the file."""
+    with naming(path):
+        yield from batches
 
 
 def _open_arrow(path: Path) -> _Arrow | None:

@@ -318,7 +318,13 @@ def _check_columns(columns: Columns, located: Located) -> None:
 
 
 def _check_unpadded(mask: NumberColumn, located: Located) -> None:
-    attended = read(mask, located) != 0
+    values = read(mask, located)
+    if bool((values > 1).any()):
+        raise ValueError(
+            f"attention_mask has values up to {int(values.max())}, which number sequences packed by someone else, and they would be read as "
+            "one. Give their lengths in a column seq_lengths, or positions that begin again at 0 in position_ids."
+        )
+    attended = values != 0
     if not bool(attended.all()):
         first = int(torch.nonzero(~attended)[0])
         sequence = int(np.searchsorted(np.cumsum(located.lengths), first, side="right"))

@@ -509,3 +509,8 @@ def test_a_batch_does_not_change_when_the_next_is_made():
     first = PackedCollator()(dataset.__getitems__([0]))
     PackedCollator()(dataset.__getitems__([1]))
     assert first["input_ids"].tolist() == [[1, 2, 3]]
+
+
+def test_sequences_numbered_by_a_mask_are_refused():
+    with pytest.raises(ValueError, match="attention_mask has values up to 2, which number sequences"):
+        PackedCollator()([{"input_ids": [1, 2, 3], "attention_mask": [1, 2, 2]}])

@@ -72,7 +72,7 @@ def conversation_of(
         TypeError: something is of another type than its place asks for.
         ValueError: a message lacks its role or content, or says something that cannot be obeyed.
     """
-    cell = _opened(row["messages"], "the conversation")
+    cell = _opened(row.get("messages"), "the conversation")
     if not isinstance(cell, list | tuple):
         raise TypeError(f"the conversation is {_short(cell)}, not a list of messages. Correct or remove it.")
     if not cell:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ from multipack.data.text.delimited import delimited_rows, text_rows
 from multipack.data.text.json_rows import json_rows
 
 Row = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 _KINDS = {
     ".jsonl": "json",
@@ -46,6 +49,9 @@ UNREADABLE = (
     *(RecursionError, KeyError),
 )
 """What libraries raise about files that are cut short, damaged or of another kind; they do not say which file."""
+_ABOUT = (".md", ".yaml", ".yml", ".lock", "")
+"""Suffixes of files that are about others."""
+_MOST_SHOWN = 5
 _SPLITS = {
     "train": ("train", "training"),
     "test": ("test", "testing", "eval", "evaluation"),
@@ -106,6 +112,26 @@ def data_files(path: Path, split: str | None) -> list[Path]:
     for file in files:
         by_split.setdefault(_split_named(file.relative_to(path)), []).append(file)
     return by_split[_choose(path, list(by_split), split)]
+
+
+def say_unread_files(path: Path, split: str | None) -> None:
+    """Log once which files of a folder hold no rows that are read here, or rows of other splits."""
+    if not path.is_dir() or (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        return
+    read = {*data_files(path, split)}
+    left = [
+        str(file.relative_to(path))
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+        and file not in read
+        and file.suffix.lower() not in _ABOUT
+        and not file.name.startswith(".")
+    ]
+    if left:
+        shown = ", ".join(left[:_MOST_SHOWN]) + (
+            f" and {len(left) - _MOST_SHOWN} more" if left[_MOST_SHOWN:] else ""
+        )
+        logger.warning("%s: files not read: %s", path, shown)
 
 
 def read_blocks(path: Path, *, size: int = 256) -> Iterator[Block]:

@@ -5,7 +5,7 @@ One rule: a column is used, or it is said once that it is not read, or, where it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -35,6 +35,7 @@ _NEEDED: dict[FormatName, tuple[str, ...]] = {
 """In the order in which `auto` tries them: alpaca before text, since alpaca's own text column holds the joined prompt."""
 _CHAT = ("tools", "documents", "chat_template_kwargs", "system")
 _WEIGHTS = ("weight", "loss_weight")
+_PACKED = ("seq_lengths", "position_ids", "attention_mask")
 _USED: dict[FormatName, tuple[str, ...]] = {
     "tokens": (
         *("labels", *MASKS, "attention_mask"),
@@ -112,6 +113,14 @@ class RowFormat:
 
 def _says_something(value: Any) -> bool:
     return value is not None and not (isinstance(value, str | list | tuple | dict) and not value)
+
+
+def matters_beside_tokens(columns: Iterable[str]) -> bool:
+    """Whether rows of tokens with these columns may be several sequences, partly padding, or something to refuse."""
+    plain = {"labels", *MASKS}
+    return any(
+        name in _PACKED or (name in _DECISIVE and name not in plain) or name in _WEIGHTS for name in columns
+    )
 
 
 def choose_format(

@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 
 from multipack.data.text.arrow_rows import dataset_rows
-from multipack.data.text.files import SUFFIXES, Block, data_files, kind_of, read_blocks
+from multipack.data.text.files import SUFFIXES, Block, data_files, kind_of, read_blocks, say_unread_files
 from multipack.train.config import BUILTIN, DatasetConfig
 from multipack.train.data.builtin import builtin_digest, builtin_rows
 
@@ -99,6 +99,7 @@ def _names_in(source: DatasetConfig) -> list[str]:
 
 def _sliced(source: DatasetConfig, size: int) -> Iterator[Block]:
     if _is_plain(source.split):
+        say_unread_files(Path(source.path), source.split)
         for file in _files(source):
             yield from read_blocks(file, size=size)
         return

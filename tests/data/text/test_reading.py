@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,9 @@ import pytest
 
 from multipack.cli import main
 from multipack.cli.scan import Reading, scan, tokenizer_of
+from multipack.data.text.encode import RowEncoder
+from multipack.data.text.files import read_blocks
+from multipack.data.text.formats import choose_format
 from multipack.train.config import DatasetConfig, TrainConfig
 from multipack.train.data.builtin import byte_tokenizer
 from multipack.train.data.prepare import prepare_data
@@ -505,3 +509,106 @@ def test_a_column_of_lengths_is_read_only_without_tokens_or_text(tmp_path: Path)
     found = scan([path], column=None, split=None, tokenise=None, progress=lambda name, done, total: None)
     assert found.lengths.tolist() == [7]
     assert np.issubdtype(found.lengths.dtype, np.int64)
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("a.jsonl", "test.jsonl", "README.md", "more.jsonl.xz"):
+        (folder / name).write_bytes(lines(TEXTS))
+    of(folder, tmp_path)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{folder}: files not read: more.jsonl.xz, test.jsonl"]
+
+
+CELLS: list[Any] = [
+    *(
+        None,
+        0,
+        -1,
+        1.5,
+        True,
+        "",
+        "a",
+        "[1]",
+        "{",
+        "\ud800",
+        [],
+        [1, 2],
+        [None],
+        ["a"],
+        {},
+        [[1, 2]],
+        1e400,
+        2**70,
+    ),
+    [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+    [{"from": "gpt", "value": 3}],
+    [{"role": "user"}],
+    [{"role": 3, "content": "a"}],
+    [{"role": "assistant", "content": None, "tool_calls": [{"function": "x"}]}],
+    [{"role": "assistant", "content": "", "tool_calls": "z"}],
+    [{"role": "assistant", "content": {"a": 1}}],
+    [{"role": "assistant", "content": "a", "weight": [1]}],
+    [{"role": "user", "content": "q"}, {"role": "assistant", "thinking": ["x"]}],
+]
+NAMES = (
+    *("text", "messages", "conversations", "instruction", "output", "input", "prompt", "completion", "question", "answer"),
+    *("input_ids", "labels", "position_ids", "seq_lengths", "attention_mask", "tools", "chat_template_kwargs", "system", "weight"),
+)  # fmt: skip
+
+
+def odd_file(rng: random.Random, folder: Path) -> Path | None:
+    """A file of rows with odd cells, or of right ones, perhaps damaged; None: nobody could write it."""
+    names = rng.sample(NAMES, rng.randint(1, 3))
+    rows = [{name: rng.choice(CELLS) for name in names} for _ in range(rng.randint(1, 2))]
+    if rng.random() < 0.4:
+        rows = rng.choice([rows for rows, _, options in ROWS.values() if not options])
+    write = rng.choice([as_jsonl, as_jsonl, as_parquet, as_arrow])
+    try:
+        path = write(rows, folder)
+    except (pa.ArrowException, OverflowError, UnicodeError):
+        return None
+    raw = bytearray(path.read_bytes())
+    if rng.random() < 0.2:
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+    path.write_bytes(raw[: rng.randrange(len(raw)) if rng.random() < 0.1 else None])
+    return path
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_file_ends_in_a_traceback_and_both_readers_agree(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    tokenizer, read = byte_tokenizer(), 0
+    for _ in range(100):
+        path = odd_file(rng, tmp_path)
+        if path is None:
+            continue
+        said: list[Any] = []
+        for reader in (encoded_lengths, lambda path, _: inspected(path, tmp_path)):
+            try:
+                said.append(reader(path, tokenizer))
+            except ValueError as error:
+                said.append(str(error))
+        assert said[0] == said[1]
+        assert isinstance(said[0], list) or "rows." in said[0]
+        read += isinstance(said[0], list)
+    assert read > 10
+
+
+def encoded_lengths(path: Path, tokenizer: Any) -> list[int]:
+    """Lengths of the sequences of a file, as training makes them."""
+    encoder, lengths = None, []
+    for block in read_blocks(path):
+        if encoder is None:
+            columns = list(dict.fromkeys(name for row in block.rows for name in row))
+            try:
+                encoder = RowEncoder(choose_format("auto", columns), tokenizer)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+        lengths += [len(one.input_ids) for one in encoder.encode(block)]
+    if encoder is None:
+        raise ValueError(f"{path} holds no rows.")
+    return lengths
