@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loader_cases import packed, token_rows
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from loader_cases import token_rows
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from multipack import (
@@ -54,13 +54,15 @@ def bare_sampler(**way: Any) -> Any:
 
 
 def dealt(**way: Any) -> Any:
-    return packed(**way)
+    rows = TokenDataset(token_rows())
+    sampler = DistributedBatchSampler(MultipackBatchSampler(rows.lengths, 256), num_replicas=2, rank=1)
+    return DataLoader(rows, batch_sampler=sampler, collate_fn=PackedCollator(), **way)
 
 
 def dealt_foreign(**way: Any) -> Any:
-    """torch's sampler with a generator of its own, dealt by ours."""
+    """torch's seeded sampler, dealt by ours."""
     rows = TokenDataset(token_rows())
-    shuffled = RandomSampler(range(len(rows)), generator=torch.Generator().manual_seed(3))
+    shuffled: Any = DistributedSampler(range(len(rows)), num_replicas=1, rank=0, seed=3)
     sampler = DistributedBatchSampler(BatchSampler(shuffled, 8, False), num_replicas=2, rank=1)
     return DataLoader(rows, batch_sampler=sampler, collate_fn=PackedCollator(), **way)
 
