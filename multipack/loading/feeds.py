@@ -7,21 +7,14 @@ repeated.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
-
-from torch.utils.data import IterableDataset
 
 from multipack.order.cursor import Cursor
 from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
-from multipack.order.stream import StreamPacker
 
 State = dict[str, Any]
 STATE_VERSION = 1
-
-_logger = logging.getLogger(__name__)
 
 
 class Pass(NamedTuple):
@@ -87,75 +80,6 @@ class SamplerFeed:
         self.source.load_state_dict(state["sampler"])
 
 
-@dataclass(frozen=True, slots=True)
-class StreamMark:
-    """Where an iterable data set stands."""
-
-    batches: int = 0
-    dataset: Any = None
-    """Its own state behind the batch; None where it has none."""
-
-
-class StreamFeed:
-    """Rows of an iterable data set; its own state after each batch, where it has `state_dict` and `load_state_dict`.
-
-    Args:
-        dataset: the data set.
-        rows: gives the rows of each batch; None where torch's own iterator reads them.
-    """
-
-    def __init__(self, dataset: Any, rows: Iterable[Any] | None) -> None:
-        self.source = dataset
-        self.cursor: Cursor[StreamMark] = Cursor(StreamMark(), _start_of_stream)
-        self._rows = rows
-        self._is_stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-
-    def open(self) -> Pass:
-        number, start = self.cursor.begin()
-        if start.batches:
-            self.source.load_state_dict(start.dataset)
-        return Pass(number, self._read(start.batches))
-
-    def _read(self, batches: int) -> Iterator[tuple[Any, StreamMark]]:
-        assert self._rows is not None
-        for count, rows in enumerate(self._rows, batches + 1):
-            yield rows, self.mark(count)
-
-    def mark(self, batches: int) -> StreamMark:
-        """Where the data set stands now, `batches` batches into the pass."""
-        return StreamMark(batches, self.source.state_dict() if self._is_stateful else None)
-
-    def is_last(self, mark: Any) -> None:
-        return None
-
-    def ended(self, number: int) -> None:
-        self.cursor.took(number, StreamMark())
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(epoch)
-
-    def state_dict(self) -> State:
-        mark = self.cursor.mark
-        if mark.batches and mark.dataset is None:
-            _logger.warning(self.unknown(mark.batches))
-        return {"version": STATE_VERSION, "batches": mark.batches, "dataset": mark.dataset}
-
-    def load_state_dict(self, state: State) -> None:
-        check_state(state, "dataset")
-        if state["batches"] and (state["dataset"] is None or not self._is_stateful):
-            raise ValueError(self.unknown(state["batches"]))
-        self.cursor.go_to(StreamMark(state["batches"], state["dataset"]))
-
-    def unknown(self, batches: int) -> str:
-        """Why a position cannot be resumed, and the remedy."""
-        return (
-            f"{batches} batches of the iterable data set {type(self.source).__qualname__} were yielded, but its position is unknown, so "
-            "this state cannot be resumed: it has no state_dict and load_state_dict, or was read in worker processes. Give it both "
-            "and use worker_type='thread', or begin the epoch again without this state."
-        )
-
-
 def check_state(state: Any, key: str) -> None:
     """Refuse what is no state of a loader over such data."""
     if not isinstance(state, dict) or "version" not in state or key not in state:
@@ -167,17 +91,3 @@ def check_state(state: Any, key: str) -> None:
         raise ValueError(
             f"the state has version {state['version']}, this multipack reads version {STATE_VERSION}."
         )
-
-
-def is_stream(dataset: Any) -> bool:
-    """Whether a data set is read by iterating, not by ids."""
-    return isinstance(dataset, IterableDataset)
-
-
-def is_own_stream(dataset: Any) -> bool:
-    """Whether a data set is our own packed stream, which draws from no global generator."""
-    return type(dataset) is StreamPacker
-
-
-def _start_of_stream(mark: StreamMark) -> StreamMark:
-    return StreamMark()

@@ -24,9 +24,10 @@ from multipack.frameworks import (
     is_dealt_to_ranks,
 )
 from multipack.loading.device import DeviceCopier, DeviceLike, device_copier
-from multipack.loading.feeds import Feed, SamplerFeed, StreamFeed, is_own_stream, is_stream
+from multipack.loading.feeds import Feed, SamplerFeed
 from multipack.loading.passes import LoaderIterator, Maker, Source, ThreadPass, row_fetcher
 from multipack.loading.stats import LoaderStats
+from multipack.loading.streams import StreamFeed, is_own_stream, is_stream
 from multipack.loading.torch_samplers import TorchSamplerFeed, draw_worker_seed, tell_epoch
 from multipack.loading.workers import Recorder, TorchPass
 from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
@@ -244,21 +245,24 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _make_feed(self, source: Any) -> Feed:
         if is_stream(source):
-            return StreamFeed(source, self._read_stream() if self._runs_threads else None)
+            return StreamFeed(source, self._read_stream())
         if isinstance(source, MultipackBatchSampler | DistributedBatchSampler):
             return SamplerFeed(source)
         return TorchSamplerFeed(source, self.generator)
 
     def _open(self, feed: Feed, copier: DeviceCopier | None) -> Source:
         """Begin a pass."""
-        if not self._runs_threads:
+        reads_stream = isinstance(feed, StreamFeed) and (self._runs_threads or self.num_workers == 0)
+        if not (self._runs_threads or reads_stream):
             return self._open_torch(feed, copier)
         fetch = self.collate_fn
-        if not is_stream(self.dataset):
+        if not reads_stream:
             fetch = row_fetcher(self.dataset, self.collate_fn, self._auto_collation)
+        elif isinstance(feed.rows, TorchDataLoader):
+            feed.rows._IterableDataset_len_called = self._IterableDataset_len_called  # for torch's warning
         return ThreadPass(
             feed,
-            None if self._is_ours else self._worker_seed_drawer(feed),
+            None if self._is_ours or reads_stream else self._worker_seed_drawer(feed),
             depth=self._depth,
             threads=max(1, self._num_threads),
             map=Maker(fetch, self._pinning_device(), copier),
@@ -268,8 +272,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _worker_seed_drawer(self, feed: Feed) -> Callable[[], None]:
         """Draws what torch's loader draws as a pass begins; of a pass that is resumed it was drawn then, unless a generator is replayed."""
-        drawn = isinstance(feed, TorchSamplerFeed) and feed.resumes and self.generator is None
-        if drawn or isinstance(feed, StreamFeed):  # whose rows torch's own loader reads
+        if isinstance(feed, TorchSamplerFeed) and feed.resumes and self.generator is None:
             return lambda: None
         return lambda: draw_worker_seed(self.generator)
 
@@ -280,8 +283,9 @@ class DataLoader(TorchDataLoader[T_co]):
             self._recorder,
             super().__iter__,
             Maker(self.collate_fn, None, copier).finish,
+            draws=not self._is_ours,
             generator=self.generator,
-            is_parallel=self.num_workers > 0,
+            workers=self.num_workers,
             keeps_workers=self.persistent_workers,
         )
 

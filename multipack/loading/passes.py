@@ -6,6 +6,7 @@ The one rule: everything that follows the consumer (its cursor, statistics, what
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,7 +92,11 @@ class ThreadPass:
         self.number, items = feed.open()
         if draw is not None:
             draw()
-        source = _Once(items) if draw is None else _with_first_taken(items)
+        if draw is not None:
+            items = _with_first_taken(items)
+        source = (
+            _Once(items) if prefetcher["depth"] else items
+        )  # without threads the caller's objects stay the caller's
         self._made: PrefetchIterator[Made] = iter(Prefetcher(source, **prefetcher))
 
     @property
@@ -237,9 +242,4 @@ def _with_first_taken(items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, A
     """Takes the first item now: a sampler may draw from the global random state for it, which must not happen beside the consumer's
     own draws."""
     first = next(items, None)
-    return iter(()) if first is None else _chained(first, items)
-
-
-def _chained(first: tuple[Any, Any], items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    yield first
-    yield from items
+    return iter(()) if first is None else itertools.chain([first], items)

@@ -43,8 +43,8 @@ class Prefetcher(Generic[T]):
         name: of the threads.
 
     Any exception of `source` or `map`, be it SystemExit or KeyboardInterrupt, is raised by `next()` with its traceback, after the
-    items before it. An Exception of `map` ends that `next()` only, and the item behind it comes next; any other one finishes the
-    iterator. A StopIteration out of `map` is an error, never an end.
+    items before it. An Exception ends that `next()` only, and the item behind it comes next (a generator has none); any other one
+    finishes the iterator. A StopIteration out of `map` is an error, never an end.
 
     What is bound to the thread that first calls `next()` holds in the threads as well: grad mode, autocast, torch's default device and
     context variables.
@@ -291,6 +291,8 @@ class _Work:
             except StopIteration:
                 self.exhausted = True
                 return _Outcome(index, is_end=True)
+            except Exception as error:  # noqa: BLE001  (the consumer raises it)
+                return _Outcome(index, error=error)
             except BaseException as error:  # noqa: BLE001  (the consumer raises it)
                 self.exhausted = True
                 return _Outcome(index, error=error, is_final=True)

@@ -6,6 +6,7 @@ for each batch what must be known when it is yielded: batches come back in the o
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 
-from multipack.loading.feeds import Feed, StreamFeed
+from multipack.loading.feeds import Feed
 from multipack.loading.passes import Made
+from multipack.loading.streams import StreamFeed, StreamMark
 from multipack.loading.torch_samplers import TorchSamplerFeed
 
 
@@ -50,8 +52,9 @@ class TorchPass:
         recorder: what the iterator takes ids from.
         make_iterator: torch's `DataLoader.__iter__`.
         finish: (batch, ids, mark) -> what the loader yields.
+        draws: the pass draws its workers' seed as torch does; else no global generator is touched.
         generator: of the loader.
-        is_parallel: worker processes read.
+        workers: number of worker processes.
         keeps_workers: they persist.
     """
 
@@ -63,28 +66,30 @@ class TorchPass:
         make_iterator: Callable[[], Iterator[Any]],
         finish: Callable[[Any, Any, Any], Made],
         *,
+        draws: bool,
         generator: torch.Generator | None,
-        is_parallel: bool,
+        workers: int,
         keeps_workers: bool,
     ) -> None:
         self._recorder = recorder
         self._finish = finish
-        self._is_parallel = is_parallel
+        self._workers = workers
         self._keeps_workers = keeps_workers
         self._num_yielded = 0
         self.busy_seconds = 0.0
         """Wall seconds spent on the batches so far where the consumer makes them itself; those of processes are unknown."""
         feed = recorder.feed
-        if isinstance(feed, StreamFeed):
-            self._num_yielded = feed.cursor.start.batches
-            if is_parallel and self._num_yielded:
-                raise ValueError(feed.unknown(self._num_yielded))
-            recorder.number = feed.open().number
-        if generator is None and isinstance(feed, TorchSamplerFeed) and feed.resumes:
-            with _undrawn():  # the pass that is resumed has drawn its worker seed
+        resumes = isinstance(feed, TorchSamplerFeed) and feed.resumes and generator is None
+        # A pass that is resumed has drawn its workers' seed.
+        with contextlib.nullcontext() if draws and not resumes else _undrawn():
+            if isinstance(feed, StreamFeed):
+                recorder.number, start = feed.begin_in(workers)
                 self._batches = make_iterator()
-        else:
-            self._batches = make_iterator()
+                self._num_yielded = start.batches
+                self._epoch = start.epoch
+                feed.skip(self._batches, start.batches)
+            else:
+                self._batches = make_iterator()
 
     @property
     def number(self) -> int:
@@ -105,27 +110,23 @@ class TorchPass:
                 self._recorder.taken.popleft()
             raise
         self._num_yielded += 1
-        if not self._is_parallel:
+        if not self._workers:
             self.busy_seconds += perf_counter() - started
         if isinstance(self._recorder.feed, StreamFeed):
-            return self._finish(batch, None, self._stream_mark(self._recorder.feed))
+            mark = StreamMark(self._epoch, self._num_yielded, workers=self._workers)
+            return self._finish(batch, None, mark)
         ids, mark = self._recorder.taken.popleft()
         return self._finish(batch, ids, mark)
 
     def close(self) -> None:
         """End worker processes that do not persist."""
-        if self._is_parallel and not self._keeps_workers:
+        if self._workers and not self._keeps_workers:
             self._batches._shutdown_workers()  # type: ignore[attr-defined]  # torch's iterator
 
     def dropped(self) -> None:
         """End the workers: an error's traceback may have kept the iterator alive until a garbage collection, which torch would not
         survive quickly. It waits 5 s for each worker whose queue was collected before it."""
         self.close()
-
-    def _stream_mark(self, feed: StreamFeed) -> Any:
-        if self._is_parallel:
-            return type(feed.cursor.mark)(self._num_yielded)
-        return feed.mark(self._num_yielded)
 
     def _check_complete(self, stop: StopIteration) -> None:
         """Ids without a batch: this is no end, but what a row or collator raised, which torch raises again here."""

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from multipack import DataLoader
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*is deprecated")  # torchdata calls it
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
 WAYS: list[dict[str, Any]] = [
@@ -170,7 +171,7 @@ def saved_at(loader_class: Any, dataset: Any, passes: int, batches: int, **argum
     for _ in range(batches):
         next(iterator)  # type: ignore[arg-type]  # there is one where batches are taken
     state = loader.state_dict()
-    rest = [plain(batch) for batch in iterator] if iterator else read(loader)
+    rest = [plain(batch) for batch in iterator] if iterator is not None else read(loader)
     resumed = loader_class(dataset(), **arguments)
     resumed.load_state_dict(state)
     return rest, read(resumed), read(resumed)
