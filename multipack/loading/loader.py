@@ -244,7 +244,7 @@ class DataLoader(TorchDataLoader[T_co]):
         return self._feed
 
     def _make_feed(self, source: Any) -> Feed:
-        if is_stream(source):
+        if is_stream(self.dataset):
             return StreamFeed(source, self._read_stream())
         if isinstance(source, MultipackBatchSampler | DistributedBatchSampler):
             return SamplerFeed(source)
@@ -258,7 +258,7 @@ class DataLoader(TorchDataLoader[T_co]):
         fetch = self.collate_fn
         if not reads_stream:
             fetch = row_fetcher(self.dataset, self.collate_fn, self._auto_collation)
-        elif isinstance(feed.rows, TorchDataLoader):
+        elif isinstance(feed, StreamFeed) and isinstance(feed.rows, TorchDataLoader):
             feed.rows._IterableDataset_len_called = self._IterableDataset_len_called  # for torch's warning
         return ThreadPass(
             feed,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from multipack.closing import Closable
 from multipack.frameworks import AccelerateListener
 from multipack.loading.device import DeviceCopier, InFlight
 from multipack.loading.feeds import Feed
@@ -183,6 +184,11 @@ class LoaderIterator(Iterator[Any]):
     def __len__(self) -> int:
         return self._length()
 
+    @property
+    def _workers(self) -> list[Any]:
+        """Worker processes, where torch's own iterator has them; monitoring tools look there."""
+        return getattr(self._source, "processes", [])
+
     def close(self) -> None:
         """End the threads or workers of this pass, and wait for them up to a second."""
         self._close()
@@ -242,4 +248,4 @@ def _with_first_taken(items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, A
     """Takes the first item now: a sampler may draw from the global random state for it, which must not happen beside the consumer's
     own draws."""
     first = next(items, None)
-    return iter(()) if first is None else itertools.chain([first], items)
+    return iter(()) if first is None else Closable(itertools.chain([first], items), lambda: items)

@@ -6,13 +6,15 @@ batches are counted, and read again to get there. The one rule: a state is taken
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from multipack.closing import close
 from multipack.loading.feeds import STATE_VERSION, Pass, State, check_state
 from multipack.order.cursor import Cursor
 from multipack.order.stream import StreamPacker
@@ -91,7 +93,8 @@ class StreamFeed:
             batches,
         )
         for _ in range(batches):
-            next(rows, None)
+            with contextlib.suppress(Exception):  # what failed then was counted, and fails again
+                next(rows, None)
 
     def mark(self, iterator: Any, batches: int, epoch: int | None) -> StreamMark:
         """Where the data set and its iterator stand now, `batches` batches into the pass."""
@@ -167,16 +170,18 @@ class _Rows:
             end = self._feed.mark(self._iterator, self._mark.batches, self._mark.epoch)
             self._feed.read_to_end(self._number, end)
             raise
+        except Exception:
+            self._mark = replace(
+                self._mark, batches=self._mark.batches + 1
+            )  # it counts, though it is not there
+            raise
         self._mark = self._feed.mark(self._iterator, self._mark.batches + 1, self._mark.epoch)
         return rows, self._mark
 
     def close(self) -> None:
         """End an iterator that was made for this pass, also while a thread waits in it, where it can be."""
-        if self._iterator is self._feed.source:
-            return
-        close = getattr(self._iterator, "close", None)
-        if callable(close) and not (isinstance(self._iterator, Generator) and self._iterator.gi_running):
-            close()
+        if self._iterator is not self._feed.source:
+            close(self._iterator)
 
 
 def dataset_iterator(rows: Any) -> Any:

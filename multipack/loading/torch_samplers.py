@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
+from multipack.closing import Closable
 from multipack.loading.feeds import STATE_VERSION, Pass, State, check_state
 from multipack.order.cursor import Cursor
 
@@ -62,7 +63,9 @@ class TorchSamplerFeed:
     def _read(self, start: TorchMark) -> Iterator[tuple[Any, TorchMark]]:
         # A sampler may draw as its iterator is made, which torch's loader does as a pass begins.
         random_sampler = _unseeded(self.source)
-        return self._marked(iter(self.source) if random_sampler is None else None, random_sampler, start)
+        ids = iter(self.source) if random_sampler is None else None
+        below = None if ids is self.source else ids
+        return Closable(self._marked(ids, random_sampler, start), lambda: below)
 
     def _marked(
         self, ids: Iterator[Any] | None, random_sampler: RandomSampler | None, start: TorchMark

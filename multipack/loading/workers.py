@@ -76,6 +76,7 @@ class TorchPass:
         self._workers = workers
         self._keeps_workers = keeps_workers
         self._num_yielded = 0
+        self._is_silent = False  # the last call waited in vain, so a worker may hang
         self.busy_seconds = 0.0
         """Wall seconds spent on the batches so far where the consumer makes them itself; those of processes are unknown."""
         feed = recorder.feed
@@ -96,6 +97,11 @@ class TorchPass:
         """Of the cursor."""
         return self._recorder.number
 
+    @property
+    def processes(self) -> list[Any]:
+        """Worker processes."""
+        return getattr(self._batches, "_workers", [])
+
     def __next__(self) -> Made:
         received = getattr(self._batches, "_rcvd_idx", None)
         started = perf_counter()
@@ -106,9 +112,13 @@ class TorchPass:
             raise
         except BaseException:
             # The next call goes on with the batch behind the one that failed, as torch's does; a timeout has received none.
-            if self._recorder.taken and (received is None or received != self._batches._rcvd_idx):  # type: ignore[attr-defined]  # torch's iterator
-                self._recorder.taken.popleft()
+            self._is_silent = received is not None and received == self._batches._rcvd_idx  # type: ignore[attr-defined]  # torch's iterator
+            if not self._is_silent:
+                self._num_yielded += 1
+                if self._recorder.taken:
+                    self._recorder.taken.popleft()
             raise
+        self._is_silent = False
         self._num_yielded += 1
         if not self._workers:
             self.busy_seconds += perf_counter() - started
@@ -119,9 +129,14 @@ class TorchPass:
         return self._finish(batch, ids, mark)
 
     def close(self) -> None:
-        """End worker processes that do not persist."""
-        if self._workers and not self._keeps_workers:
-            self._batches._shutdown_workers()  # type: ignore[attr-defined]  # torch's iterator
+        """End worker processes that do not persist; at once where one may hang, for which torch would wait 5 s."""
+        if not self._workers or self._keeps_workers:
+            return
+        if self._is_silent:
+            _forget(self._batches)
+            for process in self.processes:
+                process.terminate()
+        self._batches._shutdown_workers()  # type: ignore[attr-defined]  # torch's iterator
 
     def dropped(self) -> None:
         """End the workers: an error's traceback may have kept the iterator alive until a garbage collection, which torch would not
@@ -135,6 +150,12 @@ class TorchPass:
                 f"Making item {self._num_yielded} ({self._recorder.taken[0][0]!r:.200}) raised StopIteration, which would have ended the epoch early "
                 "without a word. Raise another error, or leave the item out of the sampler."
             ) from stop
+
+
+def _forget(iterator: Any) -> None:
+    """Keep torch's signal handler from raising in the main thread when the workers of its iterator are terminated."""
+    torch._C._remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
 
 
 class _undrawn:

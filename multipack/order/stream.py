@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from multipack import _core
 from multipack.arguments import check_choice, whole_number
+from multipack.closing import Closable
 from multipack.data.dataset import Selection, TokenDataset
 from multipack.data.overlong import Overlong, apply_overlong
 from multipack.distributed import rank_and_world_size
@@ -113,6 +114,10 @@ class StreamPacker(IterableDataset[Selection]):
             self._source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Selection]:
+        opened: list[_Pass] = []
+        return Closable(self._read(opened), lambda: opened[0].source if opened else None)
+
+    def _read(self, opened: list[_Pass]) -> Iterator[Selection]:
         worker = get_worker_info()
         if worker is not None and self._agreement is not None:
             raise ValueError(
@@ -122,6 +127,7 @@ class StreamPacker(IterableDataset[Selection]):
         loaded, self._loaded = self._loaded, None
         reading = _Pass(self, loaded, worker.id if worker else 0, worker.num_workers if worker else 1)
         self._pass = reading
+        opened.append(reading)
         batches = reading.batches()
         if self._agreement is not None:
             batches = self._agreement.keep_step(batches, self.tail, may_be_empty=loaded is not None)
@@ -205,6 +211,8 @@ class _Pass:
         self._next_id = 0
         self._num_read = 0
         self._source_ended = False
+        self.source: Iterator[Row] | None = None
+        """What the source is read by, where that was made for this pass."""
         if loaded is not None:
             self._restore(loaded)
         self._rows = self._open(loaded)
@@ -291,7 +299,9 @@ class _Pass:
             share, shares = share * self._num_workers + self._worker, shares * self._num_workers
         # A source at its place stands behind the row read last; the rows of other shares come before the next of ours.
         first = shares - 1 if at_place else share + self._num_read * shares
-        return itertools.islice(iter(source), first, None, shares)
+        rows = iter(source)
+        self.source = None if rows is source else rows
+        return itertools.islice(rows, first, None, shares)
 
     def _refill(self) -> None:
         while not self._pool.full:
