@@ -77,6 +77,8 @@ class _Collator:
         if selection.repeated:
             batch["labels"].fill_(self.ignore_index)
             num_targets = 0
+        if selection.groups is not None and "group" not in batch:
+            batch["group"] = torch.tensor(selection.groups, dtype=torch.int64)
         if self.return_indices:
             batch["indices"] = torch.from_numpy(selection.source_rows())
         batch["num_tokens"] = 0 if selection.repeated else int(located.lengths.sum())
@@ -137,6 +139,8 @@ class PackedCollator(_Collator):
       attends to it. `max_length_q` and `max_length_k` are the longest segment, an int.
     - further token columns in the shape of `input_ids` (0 where padded), one number a sequence for scalar columns, a list
       for anything else. There is never an `attention_mask`: a mask of ones makes models treat the batch as one sequence.
+    - `group`, int64 [num_sequences], where sequences had to stay together: equal numbers are one group. A column of that name
+      in the data stays what it is.
     - ints `num_tokens` (without padding), `num_sequences` (without padding) and `num_target_tokens` (labels that are not
       `ignore_index`), all 0 for a batch that only repeats another; `num_slots` (with padding), `num_bins` and `bin_capacity` (0 where
       nothing was packed).

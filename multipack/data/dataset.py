@@ -75,6 +75,8 @@ class TokenDataset(Dataset[dict[str, Any]]):
     lengths: npt.NDArray[Any]
     """Tokens of each usable sequence, all at least 1; uint16, uint32 or int64, as small as fits."""
     report: DatasetReport
+    num_rows: int
+    """Rows of the source, with those that are left out here."""
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class TokenDataset(Dataset[dict[str, Any]]):
         self._wanted = columns
         opened = self._open(source)
         lengths = _read_lengths(self._readers, opened)
+        self.num_rows = len(lengths)
         packed = packed_sequences(self._boundaries, lengths, opened.index_map)
         usable = apply_overlong(lengths if packed is None else packed.lengths, max_length, overlong)
         self._rows, self._starts, self.lengths, self.report = (
@@ -192,7 +195,7 @@ class TokenDataset(Dataset[dict[str, Any]]):
     def __getitems__(self, ids: Sequence[int]) -> Selection:
         """The sequences with these ids, in this order. Nothing is read before the collator reads it.
 
-        `ids` may carry `bin_offsets`, `bin_capacity` and `repeated`, as the batches of our samplers do.
+        `ids` may carry `bin_offsets`, `bin_capacity`, `repeated` and `groups`, as the batches of our samplers do.
         """
         given = np.array(ids)
         if given.size and given.dtype.kind not in "iu":
@@ -203,7 +206,10 @@ class TokenDataset(Dataset[dict[str, Any]]):
             raise IndexError(f"sequence {wrong} is outside 0..{len(self) - 1}")
         bin_offsets = getattr(ids, "bin_offsets", (0, len(numbers)))
         repeated, bin_capacity = getattr(ids, "repeated", False), getattr(ids, "bin_capacity", 0)
-        return Selection(self, numbers, bin_offsets, repeated=repeated, bin_capacity=bin_capacity)
+        groups = getattr(ids, "groups", None)
+        return Selection(
+            self, numbers, bin_offsets, repeated=repeated, bin_capacity=bin_capacity, groups=groups
+        )
 
     def locate(self, ids: npt.NDArray[np.int64]) -> Located:
         """Where the collator finds these sequences."""
@@ -232,7 +238,7 @@ class TokenDataset(Dataset[dict[str, Any]]):
 class Selection(Sequence[dict[str, Any]]):
     """The sequences of one batch: a data set and row ids. A collator reads it at once, others row by row."""
 
-    __slots__ = ("bin_capacity", "bin_offsets", "dataset", "ids", "repeated")
+    __slots__ = ("bin_capacity", "bin_offsets", "dataset", "groups", "ids", "repeated")
 
     def __init__(
         self,
@@ -242,6 +248,7 @@ class Selection(Sequence[dict[str, Any]]):
         *,
         repeated: bool = False,
         bin_capacity: int = 0,
+        groups: Sequence[int] | None = None,
     ) -> None:
         self.dataset = dataset
         self.ids = ids
@@ -251,6 +258,8 @@ class Selection(Sequence[dict[str, Any]]):
         """Token slots of each bin; 0 where nothing was packed."""
         self.repeated = repeated
         """The batch repeats another one to give every rank a batch; its labels must not count."""
+        self.groups = groups
+        """The group of each sequence, where some had to stay together."""
 
     def locate(self) -> Located:
         """Where the collator finds the sequences."""

@@ -10,6 +10,7 @@ from typing import Any
 from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
 from multipack.loading.loader import DataLoader
+from multipack.loading.together import groups_of
 from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 
 
@@ -25,7 +26,8 @@ def packed_dataloader(source: Any, capacity: int, **options: Any) -> DataLoader[
             ...), of PackedCollator (`layout`, `pad_to`, `align_to`, `return_indices`, ...), and of DataLoader (`num_workers`,
             `prefetch_batches`, `device`, `pin_memory`, ...).
 
-    `max_length` is `capacity` where it is not given, and `num_workers` is 1. The loader's `len` is exact, and the same on every rank.
+    `together` may be the name of a column: rows with equal values share a bin, and `batch["group"]` numbers them; given as an array it
+    holds a key for each row of the source. `max_length` is `capacity` where it is not given, and `num_workers` is 1. The loader's `len` is exact, and the same on every rank.
 
     Raises:
         TypeError: an option that no part takes; names the nearest one.
@@ -41,6 +43,8 @@ def packed_dataloader(source: Any, capacity: int, **options: Any) -> DataLoader[
         dataset = source
     else:
         dataset = TokenDataset(source, **{"max_length": capacity} | data)
+    if sampler.get("together") is not None:
+        sampler["together"] = groups_of(dataset, sampler["together"])
     batch_sampler = MultipackBatchSampler(dataset.lengths, capacity, **sampler)
     return DataLoader(
         dataset,

@@ -39,6 +39,7 @@ class BatchIndices(list[int]):
         repeated: the batch repeats rows of the epoch only to even out the ranks.
         after: where a run resumes once this batch was consumed; None where no order gave the batch.
         left_out: of the last batch of an epoch: what the epoch leaves out.
+        groups: the group of each row, where rows had to stay together.
     """
 
     bin_offsets: tuple[int, ...]
@@ -46,6 +47,7 @@ class BatchIndices(list[int]):
     repeated: bool
     after: Place | None
     left_out: LeftOut
+    groups: tuple[int, ...] | None
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class BatchIndices(list[int]):
         repeated: bool = False,
         after: Place | None = None,
         left_out: LeftOut | None = None,
+        groups: Sequence[int] | None = None,
     ) -> None:
         super().__init__(rows)
         self.bin_offsets = (0, len(self)) if bin_offsets is None else tuple(bin_offsets)
@@ -63,6 +66,7 @@ class BatchIndices(list[int]):
         self.repeated = repeated
         self.after = after
         self.left_out = left_out or LeftOut()
+        self.groups = None if groups is None else tuple(groups)
 
     @classmethod
     def of_bins(cls, bins: Iterable[Iterable[int]], *, bin_capacity: int = 0) -> BatchIndices:
@@ -91,4 +95,6 @@ class BatchIndices(list[int]):
 
     def as_repeat(self) -> BatchIndices:
         """The same rows, marked so that they count for nothing."""
-        return BatchIndices(self, self.bin_offsets, bin_capacity=self.bin_capacity, repeated=True)
+        return BatchIndices(
+            self, self.bin_offsets, bin_capacity=self.bin_capacity, repeated=True, groups=self.groups
+        )

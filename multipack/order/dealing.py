@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from multipack.order.orders import Order, count_batches
 
 Tail: TypeAlias = Literal["split", "pad", "drop", "error"]
 _Item = TypeVar("_Item")
+_Bin: TypeAlias = list[list[int]]  # units of rows that stay together
 
 TAILS: tuple[Tail, ...] = ("split", "pad", "drop", "error")
 
@@ -157,8 +159,8 @@ def redeal(
 ) -> list[BatchIndices]:
     """Split fewer batches than ranks so that every rank gets some of their sequences.
 
-    The heaviest part is halved until there are enough; a part is a subset of one batch, so capacity is kept. With fewer
-    sequences than ranks the last ranks repeat the first ones' parts, marked as repeats.
+    The heaviest part is halved until there are enough; a part is a subset of one batch, so capacity is kept, and a group stays
+    whole. With fewer sequences (or groups) than ranks the last ranks repeat the first ones' parts, marked as repeats.
 
     Args:
         batches: the batches of the last micro-step, 1..num_replicas.
@@ -167,26 +169,40 @@ def redeal(
     Returns:
         One batch a rank.
     """
-    parts = [batch.bins for batch in batches]
-    heap = [(-_tokens(part, length_of), i) for i, part in enumerate(parts) if _num_rows(part) > 1]
+    group_of = {row: g for batch in batches for row, g in zip(batch, batch.groups or (), strict=False)}
+    parts = [[_units(content, group_of) for content in batch.bins] for batch in batches]
+    heap = [(-_tokens(part, length_of), i) for i, part in enumerate(parts) if _num_units(part) > 1]
     heapq.heapify(heap)
     while len(parts) < num_replicas and heap:
         i = heapq.heappop(heap)[1]
         parts[i], half = _halve(parts[i], length_of)
         parts.append(half)
         for j in (i, len(parts) - 1):
-            if _num_rows(parts[j]) > 1:
+            if _num_units(parts[j]) > 1:
                 heapq.heappush(heap, (-_tokens(parts[j], length_of), j))
     capacity = batches[0].bin_capacity
-    dealt = [BatchIndices.of_bins(part, bin_capacity=capacity) for part in parts]
+    dealt = [
+        BatchIndices.of_bins((chain.from_iterable(content) for content in part), bin_capacity=capacity)
+        for part in parts
+    ]
+    if batches[0].groups is not None:
+        for batch in dealt:
+            batch.groups = tuple(group_of[row] for row in batch)
     return dealt + [dealt[k % len(dealt)].as_repeat() for k in range(num_replicas - len(dealt))]
 
 
-def _halve(part: list[list[int]], length_of: Callable[[int], int]) -> tuple[list[list[int]], list[list[int]]]:
-    """Two halves of a part: whole bins where it has several, else the sequences of its bin."""
+def _units(content: list[int], group_of: dict[int, int]) -> _Bin:
+    """The rows of a bin that cannot be parted, which lie beside each other: groups, or single rows."""
+    if not group_of:
+        return [[row] for row in content]
+    return [list(rows) for _, rows in groupby(content, group_of.__getitem__)]
+
+
+def _halve(part: list[_Bin], length_of: Callable[[int], int]) -> tuple[list[_Bin], list[_Bin]]:
+    """Two halves of a part: whole bins where it has several, else the units of its bin."""
     if len(part) > 1:
-        return _two_sums(part, lambda content: sum(map(length_of, content)))
-    first, second = _two_sums(part[0], length_of)
+        return _two_sums(part, lambda content: _tokens([content], length_of))
+    first, second = _two_sums(part[0], lambda unit: sum(map(length_of, unit)))
     return [first], [second]
 
 
@@ -205,9 +221,9 @@ def _two_sums(items: list[_Item], weight: Callable[[_Item], int]) -> tuple[list[
     ]
 
 
-def _tokens(part: list[list[int]], length_of: Callable[[int], int]) -> int:
-    return sum(length_of(row) for content in part for row in content)
+def _tokens(part: list[_Bin], length_of: Callable[[int], int]) -> int:
+    return sum(length_of(row) for content in part for unit in content for row in unit)
 
 
-def _num_rows(part: list[list[int]]) -> int:
+def _num_units(part: list[_Bin]) -> int:
     return sum(map(len, part))

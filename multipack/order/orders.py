@@ -138,7 +138,10 @@ class BinOrder(Order):
     def batch(self, i: int) -> BatchIndices:
         size = self.bins_per_batch
         bins = self.plan.bins(i * size, (i + 1) * size)
-        return BatchIndices.of_bins((rows.tolist() for rows in bins), bin_capacity=self.capacity)
+        batch = BatchIndices.of_bins((rows.tolist() for rows in bins), bin_capacity=self.capacity)
+        if self.plan.groups is not None:
+            batch.groups = tuple(self.plan.groups.of(batch).tolist())
+        return batch
 
     def costs(self, start: int, stop: int, hidden_size: int) -> NDArray[np.float64]:
         size = self.bins_per_batch

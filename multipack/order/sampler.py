@@ -20,6 +20,7 @@ from multipack.order.balance import BalanceMode
 from multipack.order.batch import BatchIndices, Place
 from multipack.order.cursor import Cursor
 from multipack.order.dealing import Dealing, Tail
+from multipack.order.groups import Groups
 from multipack.order.listed import ListedOrder
 from multipack.order.orders import BinOrder, Order
 from multipack.order.packing import PackMethod
@@ -158,7 +159,7 @@ class MultipackBatchSampler(OrderSampler):
         lengths: token counts of the rows, shape [num_rows], each in 1..capacity.
         capacity: token slots of a bin.
         bins_per_batch: bins that one rank collates at once.
-        shuffle, seed, method, window, shuffle_block, max_sequences_per_bin: as for `EpochPlan`.
+        shuffle, seed, method, window, shuffle_block, max_sequences_per_bin, together: as for `EpochPlan`.
         drop_last: leave out a last batch of fewer than `bins_per_batch` bins.
 
     Raises:
@@ -181,6 +182,7 @@ class MultipackBatchSampler(OrderSampler):
         max_sequences_per_bin: int | None = None,
         window: int | None = None,
         shuffle_block: int = 1,
+        together: Groups | ArrayLike | None = None,
     ) -> None:
         plan = EpochPlan(
             lengths,
@@ -191,6 +193,7 @@ class MultipackBatchSampler(OrderSampler):
             window=window,
             shuffle_block=shuffle_block,
             max_sequences_per_bin=max_sequences_per_bin,
+            together=together,
         )
         if plan.num_rows == 0:
             raise ValueError(

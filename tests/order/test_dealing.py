@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +44,17 @@ def test_with_fewer_sequences_than_ranks_the_rest_repeats():
     dealt = redeal([BatchIndices([3]), BatchIndices([5])], 5, lambda row: 1)
     assert [list(batch) for batch in dealt] == [[3], [5], [3], [5], [3]]
     assert [batch.repeated for batch in dealt] == [False, False, True, True, True]
+
+
+@pytest.mark.report("huggingface/trl#1274")
+def test_groups_stay_whole_and_ranks_without_one_repeat():
+    # Two bins of pairs, of 5 tokens a row: the fuller one is cut between its pairs, and nothing is left for a fourth rank.
+    batch = BatchIndices.of_bins([[0, 1, 2, 3], [4, 5]])
+    batch.groups = (7, 7, 8, 8, 9, 9)
+    dealt = redeal([batch], 4, lambda row: 5)
+    assert sorted(part for part in map(tuple, dealt) if part) == [(0, 1), (0, 1), (2, 3), (4, 5)]
+    assert [part.groups for part in dealt] == [(7 + part[0] // 2,) * 2 for part in dealt]
+    assert [part.repeated for part in dealt] == [False, False, False, True]
 
 
 @given(
