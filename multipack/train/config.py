@@ -128,6 +128,10 @@ class TrainConfig(RunConfig):
     """Steps between two validations, or a share of the run below 1. None: after every epoch and at the end. Needs `val_set_size`."""
     save_steps: int | float | None = None
     """Steps between two checkpoints, or a share of the run below 1. None: at the end."""
+    eval_on_start: bool = False
+    """Also evaluate before the first step. Needs `val_set_size`."""
+    profile_steps: int = 0
+    """Optimizer steps, after the first three, of which each rank leaves a torch trace in `trace/`. 0: none."""
     log_rows: bool = False
     """Write the row ids of every step to `rows/rank-R.jsonl` in `output_dir`, to check that each came once."""
 

@@ -41,7 +41,7 @@ def _check_ranges(config: TrainConfig) -> None:
         "save_total_limit",
     ):
         _at_least(config, name, 1)
-    for name in ("num_workers", "warmup_steps", "seed"):
+    for name in ("num_workers", "warmup_steps", "seed", "profile_steps"):
         _at_least(config, name, 0)
     if config.max_steps is not None:
         _at_least(config, "max_steps", 1)
@@ -92,6 +92,10 @@ def _check_data(config: TrainConfig) -> None:
         _check_interval(config, name)
     if config.warmup_steps:
         _check_interval(config, "warmup_steps")
+    if config.eval_on_start and config.val_set_size == 0:
+        raise ValueError(
+            "eval_on_start is true but val_set_size is 0, so there is nothing to evaluate on. Set val_set_size, or remove eval_on_start."
+        )
     if config.eval_steps is not None and config.val_set_size == 0:
         raise ValueError(
             f"eval_steps is {config.eval_steps} but val_set_size is 0, so there is nothing to evaluate on. "

@@ -40,6 +40,38 @@ class _Counts:
     stops: int
 
 
+class LateNumbers:
+    """Numbers on their way from the device: reading them waits for the work that made them, and for nothing enqueued since.
+
+    `Tensor.item()` would wait for the whole stream, so a loss read one step late would wait for the step just enqueued.
+
+    Args:
+        values: scalars.
+    """
+
+    def __init__(self, *values: Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if any(value.is_cuda for value in values):
+            self._host = [_pinned_copy(value) for value in values]
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._copied.record()
+        else:
+            self._host = [value.detach().clone() for value in values]
+
+    def read(self) -> list[float]:
+        """The values, once they have arrived."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [float(value) for value in self._host]
+
+
+def _pinned_copy(value: Tensor) -> Tensor:
+    if not value.is_cuda:
+        return value.detach().clone()
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    return host.copy_(value.detach(), non_blocking=True)
+
+
 class Stepper:
     """Takes optimizer steps and reports them.
 
@@ -67,7 +99,7 @@ class Stepper:
         self._schedule = schedule
         self._report = report
         self._stop = stop
-        self._unread: tuple[StepMetrics, Tensor, Tensor] | None = None
+        self._unread: tuple[StepMetrics, LateNumbers] | None = None
 
     def take(self, window: Window) -> None:
         """One optimizer step.
@@ -90,6 +122,7 @@ class Stepper:
         learning_rate = float(self._schedule.get_last_lr()[0])
         self._schedule.step()
         self.step += 1
+        late = LateNumbers(total, norm)
         self.flush()
         metrics = StepMetrics(
             step=self.step,
@@ -105,16 +138,17 @@ class Stepper:
             seconds=window.wait_seconds + time.perf_counter() - started,
             wait_seconds=counts.wait_us / _MICROSECONDS / dist.get_world_size(),
         )
-        self._unread = (metrics, total, norm)
+        self._unread = (metrics, late)
 
     def flush(self) -> None:
         """Report the last step, if it was not yet."""
         if self._unread is None:
             return
-        metrics, total, norm = self._unread
+        metrics, late = self._unread
         self._unread = None
-        loss = total.item() / max(metrics.num_target_tokens, 1)
-        metrics = replace(metrics, loss=loss, grad_norm=norm.item())
+        total, norm = late.read()
+        loss = total / max(metrics.num_target_tokens, 1)
+        metrics = replace(metrics, loss=loss, grad_norm=norm)
         if not (math.isfinite(loss) and math.isfinite(metrics.grad_norm)):
             raise FloatingPointError(
                 f"step {metrics.step}: loss {loss}, gradient norm {metrics.grad_norm}, at a learning rate of {metrics.learning_rate:g}. "

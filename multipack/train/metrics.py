@@ -6,6 +6,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
 
 _PEAK_TFLOPS = (  # dense bfloat16 of the vendor's data sheets; the first name found in the device's name counts
     ("B200", 2250.0),
@@ -103,6 +106,39 @@ def merge(steps: Sequence[StepMetrics]) -> StepMetrics:
         num_bin_slots=sum(step.num_bin_slots for step in steps),
         seconds=math.fsum(step.seconds for step in steps),
         wait_seconds=math.fsum(step.wait_seconds for step in steps),
+    )
+
+
+class Operations(NamedTuple):
+    """Floating-point operations of forward and backward, attention's products left out."""
+
+    per_token: float
+    """Of the layers between embedding and output, for each token."""
+    per_target: float
+    """Of the output layer, which runs only where a target is predicted."""
+
+    def of(self, metrics: StepMetrics) -> float:
+        """Of the steps that `metrics` count; padding is not counted."""
+        return self.per_token * metrics.num_tokens + self.per_target * metrics.num_target_tokens
+
+
+def model_operations(model: nn.Module) -> Operations:
+    """What a token costs in a transformers causal language model.
+
+    The input embedding is a look-up and costs nothing; where its matrix is also the output layer, it counts as that.
+    """
+    module: Any = model
+    head = {id(parameter) for parameter in module.get_output_embeddings().parameters()}
+    look_up = {id(parameter) for parameter in module.get_input_embeddings().parameters()} - head
+
+    def cost(parameters: list[nn.Parameter]) -> float:
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        return flops_per_token(sum(parameter.numel() for parameter in parameters), trained)
+
+    every = list(model.parameters())
+    return Operations(
+        per_token=cost([p for p in every if id(p) not in head | look_up]),
+        per_target=cost([p for p in every if id(p) in head]),
     )
 
 

@@ -17,8 +17,31 @@ _FAREWELL_S = 0.5
 kills them and itself (`terminate called without an active exception`), which befell one run in twenty on busy machines."""
 
 
+_RANK_0_SPEAKS_S = 5.0
+"""How long other ranks leave an error to rank 0; torchrun looks at its processes ten times a second."""
+
+
 class RunError(RuntimeError):
     """What the run was given cannot be trained on; a sentence that the user can act upon. The same on every rank."""
+
+
+@contextlib.contextmanager
+def one_sentence(command: str, *errors: type[Exception]) -> Iterator[None]:
+    """End the process with an error of the user's as one sentence, once for all ranks.
+
+    Rank 0 says it at once, and torchrun then ends the others, which therefore wait a moment before they say what only they met.
+
+    Raises:
+        SystemExit: in the place of one of `errors`.
+    """
+    try:
+        yield
+    except errors as error:
+        rank = int(os.environ.get("RANK", "0"))
+        if rank:
+            time.sleep(_RANK_0_SPEAKS_S)
+        of = f", rank {rank}" if rank else ""
+        raise SystemExit(f"{command}{of}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
-from multipack.train.metrics import StepMetrics, merge
+from multipack.train.metrics import Operations, StepMetrics, merge
 from multipack.train.plot import plot_run
 from multipack.train.step_lines import keep_steps
 
@@ -52,6 +54,18 @@ class MetricsLog:
         self._board.close()
 
 
+WARM_UP_STEPS = 3
+"""First steps of a process, which also allocate, compile and fill queues; the summary gives the rate without them as well."""
+
+
+def peak_memory() -> str:
+    """The most memory that this process held at once: on its GPU, where it has one, and of the host."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)  # KiB on Linux
+    if not torch.cuda.is_available():
+        return f"{host:.2f} GiB"
+    return f"{torch.cuda.max_memory_allocated() / (1 << 30):.2f} GiB on the GPU, {host:.2f} GiB on the host"
+
+
 class RunReport:
     """The report of a supervised run.
 
@@ -60,7 +74,7 @@ class RunReport:
         total_steps: optimizer steps of the whole run.
         first_step: steps done before, in a run that is resumed.
         logging_steps: steps joined into a line of metrics.
-        flops_per_token: of the model, for MFU; see `metrics.flops_per_token`.
+        operations: of the model, for MFU; see `metrics.model_operations`.
         peak_flops: of all ranks' devices together; None leaves MFU out.
         name: of the run, on the bar.
     """
@@ -72,14 +86,17 @@ class RunReport:
         total_steps: int | None,
         first_step: int = 0,
         logging_steps: int = 1,
-        flops_per_token: float = 0.0,
+        operations: Operations | None = None,
         peak_flops: float | None = None,
         name: str = "sft",
     ) -> None:
         self._log = MetricsLog(folder, first_step=first_step)
         self._bar = tqdm(total=total_steps, initial=first_step, desc=name, unit="step", dynamic_ncols=True)
         self._logging_steps = logging_steps
-        self._mfu_of_a_token = flops_per_token / peak_flops if peak_flops else None
+        self._operations = operations
+        self._peak_flops = peak_flops if operations is not None else None
+        self._first_step = first_step
+        self._steady: StepMetrics | None = None
         self._pending: list[StepMetrics] = []
         self._total: StepMetrics | None = None
         self._last_loss = math.nan
@@ -91,11 +108,13 @@ class RunReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=error)
 
     def step(self, metrics: StepMetrics) -> None:
         """Move the bar by one step, and write a line every `logging_steps` steps."""
         self._total = metrics if self._total is None else merge([self._total, metrics])
+        if metrics.step > self._first_step + WARM_UP_STEPS:
+            self._steady = metrics if self._steady is None else merge([self._steady, metrics])
         self._last_loss = metrics.loss
         self._pending.append(metrics)
         self._bar.set_postfix_str(
@@ -115,8 +134,12 @@ class RunReport:
         """Print a line above the bar."""
         self._bar.write(text)
 
-    def close(self) -> str:
-        """Write what is pending, draw run.png, end the bar and print the summary, which is returned; a second call only returns it."""
+    def close(self, *, failed: BaseException | None = None) -> str:
+        """Write what is pending, draw run.png, end the bar and print the summary, which is returned; a second call only returns it.
+
+        Args:
+            failed: what ended the run before its end; the last line then says so, and after which step.
+        """
         if not self._closed:
             self._closed = True
             self._write_pending()
@@ -124,23 +147,43 @@ class RunReport:
             self._bar.close()
             plot_run(self._log.path, self._log.path.with_name("run.png"))
             print(self.summary(), flush=True)
+            if failed is not None:
+                done = self._first_step if self._total is None else self._total.step
+                print(
+                    f"{self._bar.desc}: FAILED after step {done}: {type(failed).__name__}: {failed}",
+                    flush=True,
+                )
+            else:
+                print(self.places(), flush=True)
         return self.summary()
+
+    def places(self) -> str:
+        """One line: where the run's files are, and the most memory that this process used."""
+        folder = self._log.path.parent
+        left = [("model", folder / "model"), ("metrics", self._log.path), ("picture", folder / "run.png")]
+        found = ", ".join(f"{name} {path}" for name, path in left if path.exists())
+        return f"{self._bar.desc}: {found} | peak memory {peak_memory()}"
 
     def summary(self) -> str:
         """One line about all steps of this process: rates over the wall time of steps, validation and saving left out."""
         if self._total is None:
             return f"{self._bar.desc}: 0 steps trained"
         total = self._total
-        mfu = f" | MFU {self._mfu(total):.1%}" if self._mfu_of_a_token is not None else ""
+        mfu = f" | MFU {self._mfu(total):.1%}" if self._peak_flops else ""
+        steady = ""
+        if self._steady is not None:
+            steady = f" ({self._steady.tokens_per_s:,.0f} without the first {WARM_UP_STEPS} steps)"
         return (
             f"{self._bar.desc}: step {total.step}, last loss {self._last_loss:.4f}, {total.num_sequences:,} samples and {total.num_tokens:,} tokens "
-            f"in {total.seconds:.1f} s | {total.samples_per_s:,.2f} samples/s | {total.tokens_per_s:,.0f} tokens/s | "
+            f"in {total.seconds:.1f} s | {total.samples_per_s:,.2f} samples/s | {total.tokens_per_s:,.0f} tokens/s{steady} | "
             f"padding {total.padding_share:.2%} | data wait {total.wait_share:.2%} | bin fill {total.bin_fill:.2%}{mfu}"
         )
 
     def _mfu(self, metrics: StepMetrics) -> float:
         """Share of the devices' peak that the model's own operations take."""
-        return metrics.tokens_per_s * (self._mfu_of_a_token or 0.0)
+        assert self._operations is not None
+        assert self._peak_flops
+        return self._operations.of(metrics) / metrics.seconds / self._peak_flops
 
     def _write_pending(self) -> None:
         if not self._pending:
@@ -163,6 +206,6 @@ class RunReport:
             "wait_share": joined.wait_share,
             "bin_fill": joined.bin_fill,
         }
-        if self._mfu_of_a_token is not None:
+        if self._peak_flops:
             values["mfu"] = self._mfu(joined)
         self._log.write("train", joined.step, values)

@@ -40,11 +40,13 @@ from multipack.train.engine_deepspeed import read_deepspeed_file
 from multipack.train.evaluate import evaluate
 from multipack.train.export import export_model
 from multipack.train.loop import Stepper
-from multipack.train.metrics import StepMetrics, flops_per_token, peak_flops
+from multipack.train.metrics import Operations, StepMetrics, model_operations, peak_flops
 from multipack.train.model import build_model, model_config
 from multipack.train.optim import OptimizerSpec, go_to_step, learning_rate_schedule
-from multipack.train.process import process_group
+from multipack.train.process import one_sentence, process_group
+from multipack.train.profile import StepProfile
 from multipack.train.report import RunReport
+from multipack.train.resolved import write_resolved
 from multipack.train.row_log import RowLog
 from multipack.train.stop import StopOnSigterm
 from multipack.train.windows import (
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     transformers.utils.logging.disable_progress_bar()  # there is one bar, the run's
-    try:
+    with one_sentence("sft", ValueError, OSError):
         config = load_config(argv)
         options = engine_options(config)
         data = prepare_data(config)
@@ -73,13 +75,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if os.environ.get("RANK", "0") == "0":
                 print(data, flush=True)
             return
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"sft: {error}") from error
     with process_group(config.ddp_timeout) as device:
-        try:
+        with one_sentence("sft", ValueError, OSError):
             run = plan_run(config, data, device)
-        except (ValueError, OSError) as error:
-            raise SystemExit(f"sft: {error}") from error
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             train(run, options)
 
@@ -193,7 +191,8 @@ def train(run: Run, options: EngineOptions) -> None:
     config = run.config
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     model = build_model(config, run.model_config, bf16=options.bf16)
-    cost = flops_per_token(model.num_parameters(), model.num_parameters(only_trainable=True))
+    operations = model_operations(model)
+    opening = _opening(run, options, model)
     engine = build_engine(model, optimizer_spec(config), options, run.device)
     schedule = learning_rate_schedule(
         config.lr_scheduler,
@@ -206,7 +205,7 @@ def train(run: Run, options: EngineOptions) -> None:
     set_later_aside(run.folder, run.first_step)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopOnSigterm())
-        report = stack.enter_context(_report(run, cost)) if dist.get_rank() == 0 else None
+        report = stack.enter_context(_report(run, operations)) if dist.get_rank() == 0 else None
         rows = RowLog(run.folder, first_step=run.first_step) if config.log_rows else None
         if rows is not None:
             stack.callback(rows.close)
@@ -215,6 +214,14 @@ def train(run: Run, options: EngineOptions) -> None:
             if report is not None:
                 report.step(metrics)
 
+        profile = stack.enter_context(StepProfile(run.folder, config.profile_steps))
+        if report is not None:
+            write_resolved(config, run.folder)
+            report.message(opening)
+        if run.validation is not None and config.eval_on_start and run.first_step == 0:
+            found = evaluate(engine, run.validation)
+            if report is not None:
+                report.evaluation(0, *found)
         stepper = Stepper(engine, schedule, first_step=run.first_step, report=note, stop=stop)
         if report is not None and run.first_step == run.num_steps:
             report.message(
@@ -223,6 +230,7 @@ def train(run: Run, options: EngineOptions) -> None:
             )
         for window in islice(windows(run.loader, config), run.num_steps - run.first_step):
             stepper.take(window)
+            profile.step()
             if rows is not None:
                 rows.write(stepper.step, window.batches)
             _after_step(run, stepper, window, engine, report)
@@ -249,16 +257,37 @@ def optimizer_spec(config: TrainConfig) -> OptimizerSpec:
     )
 
 
-def _report(run: Run, flops_of_a_token: float) -> RunReport:
+def _report(run: Run, operations: Operations) -> RunReport:
     peak = peak_flops(torch.cuda.get_device_name(run.device)) if run.device.type == "cuda" else None
     return RunReport(
         run.folder,
         total_steps=run.num_steps,
         first_step=run.first_step,
         logging_steps=run.config.logging_steps,
-        flops_per_token=flops_of_a_token,
+        operations=operations,
         peak_flops=None if peak is None else peak * dist.get_world_size(),
     )
+
+
+def _opening(run: Run, options: EngineOptions, model: Any) -> str:
+    """What is about to be trained, in two lines."""
+    config = run.config
+    rows, tokens = len(run.data.train), int(run.data.train.lengths.sum(dtype=np.int64))
+    every, trained = (
+        sum(p.numel() for p in ps) for ps in (model.parameters(), filter(_is_trained, model.parameters()))
+    )
+    engine = "DeepSpeed" if options.deepspeed is not None else f"zero_stage {options.zero_stage}"
+    packing = f"bins of {config.sequence_len:,}" if config.sample_packing else "padded rows"
+    return (
+        f"sft: {rows:,} rows, {tokens:,} tokens, the longest row {run.data.longest:,} | {config.micro_batch_size} {packing} a rank and "
+        f"micro-step, {len(run.loader):,} micro-steps an epoch\n"
+        f"sft: steps {run.first_step:,} to {run.num_steps:,} | {dist.get_world_size()} ranks on {run.device.type}, {engine}, "
+        f"{'bfloat16' if options.bf16 else 'float32'} | {trained:,} of {every:,} parameters trained"
+    )
+
+
+def _is_trained(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad
 
 
 def _after_step(run: Run, stepper: Stepper, window: Window, engine: Engine, report: RunReport | None) -> None:

@@ -9,9 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from multipack.train.metrics import StepMetrics, flops_per_token, merge, peak_flops
+from multipack.train.loop import LateNumbers
+from multipack.train.metrics import (
+    Operations,
+    StepMetrics,
+    flops_per_token,
+    merge,
+    model_operations,
+    peak_flops,
+)
 from multipack.train.report import MetricsLog, RunReport
 
 STEP = StepMetrics(
@@ -77,6 +87,52 @@ def test_operations_of_a_token() -> None:
     assert flops_per_token(1000, 10) == 4020  # frozen weights have no gradient of their own
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_operations_of_a_model_count_its_output_layer_at_targets_alone(tied: bool) -> None:
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config)
+    # Four projections of 8 x 8, three of 8 x 16, three norms of 8; embedding and output are 100 x 8 each, or one and the same.
+    body, head = 4 * 64 + 3 * 128 + 3 * 8, 800
+    assert model_operations(model) == Operations(6 * body, 6 * head)
+    model.requires_grad_(False)
+    assert model_operations(model) == Operations(4 * body, 4 * head)
+
+
+def test_rates_are_given_without_the_first_steps_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunReport(tmp_path, total_steps=5) as report:
+        for step in steps(5):
+            # The first three take ten times as long: 900 tokens in 5 s, then in 0.5 s.
+            report.step(replace(step, seconds=5.0 if step.step <= 3 else 0.5))
+    assert "| 281 tokens/s (1,800 without the first 3 steps) |" in capsys.readouterr().out
+
+
+def test_a_failed_run_says_so_in_its_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = RunReport(tmp_path, total_steps=5)
+    for step in steps(2):
+        report.step(step)
+    report.__exit__(FloatingPointError, FloatingPointError("loss nan"), None)
+    assert (
+        capsys.readouterr().out.splitlines()[-1] == "sft: FAILED after step 2: FloatingPointError: loss nan"
+    )
+
+
+def test_numbers_are_read_as_they_were_when_they_were_taken() -> None:
+    total, norm = torch.tensor(2.5, dtype=torch.float64), torch.tensor(0.25)
+    late = LateNumbers(total, norm)
+    total += 1  # what the next step does with the same memory
+    assert late.read() == [2.5, 0.25]
+
+
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [
@@ -97,14 +153,14 @@ def test_an_unknown_device_has_no_peak() -> None:
 
 
 def test_a_run_leaves_lines_scalars_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunReport(tmp_path, total_steps=3, flops_per_token=6e9, peak_flops=1e14) as report:
+    with RunReport(tmp_path, total_steps=3, operations=Operations(2e9, 8e9), peak_flops=1e14) as report:
         for step in steps(3):
             report.step(step)
         report.evaluation(3, 1.5, 77)
     train = [record for record in records(tmp_path) if record["kind"] == "train"]
     assert [record["step"] for record in train] == [1, 2, 3]
     assert train[0]["tokens_per_s"] == 1800
-    assert train[0]["mfu"] == pytest.approx(1800 * 6e9 / 1e14)
+    assert train[0]["mfu"] == pytest.approx((900 * 2e9 + 300 * 8e9) / 0.5 / 1e14)
     assert records(tmp_path)[-1] == {"kind": "eval", "step": 3, "loss": 1.5, "num_target_tokens": 77}
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -112,9 +168,13 @@ def test_a_run_leaves_lines_scalars_and_a_picture(tmp_path: Path, capsys: pytest
     assert [(event.step, event.value) for event in board.Scalars("eval/loss")] == [(3, 1.5)]
     shown = capsys.readouterr()
     assert "step 3: validation loss 1.5000 over 77 tokens" in shown.out
-    assert shown.out.splitlines()[-1] == (
+    summary, places = shown.out.splitlines()[-2:]
+    assert places.startswith(
+        f"sft: metrics {tmp_path}/metrics.jsonl, picture {tmp_path}/run.png | peak memory "
+    )
+    assert summary == (
         "sft: step 3, last loss 2.0000, 30 samples and 2,700 tokens in 1.5 s | 20.00 samples/s | 1,800 tokens/s | "
-        "padding 10.00% | data wait 2.00% | bin fill 75.00% | MFU 10.8%"
+        "padding 10.00% | data wait 2.00% | bin fill 75.00% | MFU 8.4%"
     )
     assert "3/3" in shown.err
     assert "loss 2.000, 1,800 tokens/s, wait 2.0%" in shown.err

@@ -33,7 +33,8 @@ from multipack.train.ppo.sizes import PPOSizes, buffer_sizes
 from multipack.train.ppo.task import load_task
 from multipack.train.ppo.tasks import Task
 from multipack.train.ppo.trainer import PPOTrainer
-from multipack.train.process import RunError, process_group, sum_over_ranks
+from multipack.train.process import RunError, one_sentence, process_group, sum_over_ranks
+from multipack.train.resolved import write_resolved
 from multipack.train.sft import engine_options
 from multipack.train.stop import StopOnSigterm
 
@@ -48,15 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     transformers.utils.logging.disable_progress_bar()  # there is one bar, the run's
-    try:
+    with one_sentence("ppo", ValueError, OSError):
         run = plan_run(load_ppo_config(argv))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"ppo: {error}") from error
-    with process_group(run.config.ddp_timeout) as device:
-        try:
-            train(run, device)
-        except RunError as error:
-            raise SystemExit(f"ppo: {error}") from error
+    with one_sentence("ppo", RunError), process_group(run.config.ddp_timeout) as device:
+        train(run, device)
 
 
 @dataclass(frozen=True)
@@ -157,6 +153,7 @@ def _run_iterations(trainer: PPOTrainer, prompts: Iterator[list[list[int]]], run
         stop = stack.enter_context(StopOnSigterm())
         report = None
         if dist.get_rank() == 0:
+            write_resolved(config, Path(config.output_dir))
             report = stack.enter_context(PPOReport(config.output_dir, total=total, done=trainer.iteration))
             if trainer.iteration == total:
                 report.message(
