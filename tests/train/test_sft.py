@@ -97,7 +97,8 @@ def test_an_epoch_has_the_planned_steps_and_every_row_once(keys, capsys):
     assert sorted(row_ids(Path(keys["output_dir"]))) == list(range(400))
     assert sum(line["num_sequences"] for line in lines) == 400
     assert lines[-1]["epoch"] == 1
-    summary = capsys.readouterr().out.splitlines()[-1]
+    summary, places = capsys.readouterr().out.splitlines()[-2:]
+    assert all(name in places for name in ("out/model", "out/metrics.jsonl", "out/run.png", "peak memory"))
     for figure in ("400 samples", "samples/s", "tokens/s", "padding 0.00%", "data wait", "bin fill"):
         assert figure in summary
 
@@ -307,7 +308,7 @@ REFUSALS = {
         {"resume_from_checkpoint": "last", "seed": 9},
         "belongs to another order of the data: seed",
     ),
-    "positions": ({"sequence_len": 4096}, "sequence_len is 4096 but the small Llama has 2048 positions"),
+    "positions": ({}, r"the longest row has \d tokens but the small Llama has 5 positions"),
     "deepspeed file": ({"deepspeed": "missing.json"}, "missing.json cannot be read"),
     "unknown key": ({"sequence_length": 5}, "sequence_len"),
 }
@@ -330,7 +331,7 @@ def finished(tmp_path_factory):
 def test_what_cannot_be_trained_is_refused_before_the_model_is_loaded(name, finished, monkeypatch, tmp_path):
     more, message = REFUSALS[name]
     if name == "positions":
-        more = more | {"overrides_of_model_config": json.dumps(SHAPE | {"max_position_embeddings": 2048})}
+        more = more | {"overrides_of_model_config": json.dumps(SHAPE | {"max_position_embeddings": 5})}
     monkeypatch.setattr(sft, "build_model", lambda *_, **__: pytest.fail("the model was loaded"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
