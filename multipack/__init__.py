@@ -11,6 +11,7 @@ except ImportError as error:
         "installed otherwise is found only from outside the checkout."
     ) from error
 
+from multipack.data.block_mask import block_mask
 from multipack.data.collate import PackedCollator, PaddedCollator
 from multipack.data.dataset import TokenDataset
 from multipack.loading.loader import DataLoader
@@ -35,6 +36,7 @@ __all__ = [
     "PaddedCollator",
     "StreamPacker",
     "TokenDataset",
+    "block_mask",
     "forecast",
     "optimizer_steps",
     "pack",

@@ -174,6 +174,7 @@ def packed_batch(
             batch["position_ids"] += range(position_start, position_start + padding)
             batch["seq_idx"] += [number] * padding
             boundaries.append(end)
-    counts = {"num_tokens": real[-1], "num_sequences": len(real) - 1, "num_target_tokens": targets}
+    tokens, sequences = (0, 0) if repeated else (real[-1], len(real) - 1)
+    counts = {"num_tokens": tokens, "num_sequences": sequences, "num_target_tokens": targets}
     longest = max(b - a for a, b in pairwise(boundaries))
     return {**batch, **counts, "boundaries": boundaries, "real": real, "max_length": longest}

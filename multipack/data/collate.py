@@ -7,7 +7,7 @@ dicts take the same way through a small data set of their own, so both give the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,21 +16,16 @@ import torch
 
 from multipack import _core
 from multipack.arguments import check_choice, whole_number
-from multipack.data.columns import Columns, NumberColumn
+from multipack.data.batch_columns import check_columns, label_columns, wide
+from multipack.data.block_mask import block_tables
+from multipack.data.columns import Columns
 from multipack.data.dataset import Selection, TokenDataset
-from multipack.data.reading import Located, read, read_scalars
-from multipack.data.targets import MASKS
+from multipack.data.reading import Located, read_scalars
+from multipack.data.static import StaticShape, round_up
 
 Batch = dict[str, Any]
 
 _NOT_COPIED = ("input_ids", "labels", "attention_mask")
-_MADE_HERE = frozenset(
-    {
-        *("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens_real", "indices"),
-        *("max_length_q", "max_length_k", "num_tokens", "num_sequences", "num_target_tokens"),
-        *("num_slots", "num_bins", "bin_capacity"),
-    }
-)
 _MAX_INT32 = 2**31 - 1
 
 
@@ -65,7 +60,7 @@ class _Collator:
 
     def _batch(self, selection: Selection, located: Located, slots: _Slots) -> Batch:
         columns = selection.dataset.readers
-        _check_columns(columns, located)
+        check_columns(columns, located)
         batch: Batch = {}
         num_targets = self._write_tokens(batch, columns, located, slots)
         for name, column in columns.scalars.items():
@@ -99,11 +94,11 @@ class _Collator:
         num_slots = slots.shape[0] * slots.shape[1]
         gather = _core.Gather(located.rows, located.starts, located.lengths, slots.places, num_slots)
         tokens = columns.tokens["input_ids"]
-        gather.tokens(tokens.reader, new("input_ids", _wide(tokens)), self.pad_token_id)
-        label_column, masks = _label_columns(columns)
+        gather.tokens(tokens.reader, new("input_ids", wide(tokens)), self.pad_token_id)
+        label_column, masks = label_columns(columns)
         if label_column is not None:
             readers = [columns.tokens[name].reader for name in masks]
-            out = new("labels", _wide(label_column))
+            out = new("labels", wide(label_column))
             gather.labels(label_column.reader, readers, out, self.ignore_index, self.mask_first_label)
         for name, column in columns.tokens.items():
             if name not in _NOT_COPIED and name not in masks:
@@ -136,7 +131,8 @@ class PackedCollator(_Collator):
       ("rows"). Positions and `seq_idx` start again with each sequence and each row of the batch, respectively.
     - `cu_seq_lens_q` and `cu_seq_lens_k`, one int32 tensor: strictly increasing boundaries of the segments of the flattened
       batch, from 0 to its number of slots. The padding at the end of a row is one segment of its own, so that no token
-      attends to it. `max_length_q` and `max_length_k` are the longest segment, an int.
+      attends to it. `max_length_q` and `max_length_k` are the longest segment, an int; with `max_length_to` its next
+      multiple.
     - further token columns in the shape of `input_ids` (0 where padded), one number a sequence for scalar columns, a list
       for anything else. There is never an `attention_mask`: a mask of ones makes models treat the batch as one sequence.
     - `group`, int64 [num_sequences], where sequences had to stay together: equal numbers are one group. A column of that name
@@ -155,13 +151,32 @@ class PackedCollator(_Collator):
     `loss_mask`, `assistant_masks`, `assistant_mask` and `completion_mask` that is there is nonzero. A selection marked as repeated
     has no targets.
 
+    `static=True` gives every batch of a run the same shapes, the last of an epoch and repeats included, as
+    torch.compile(dynamic=False) and CUDA graphs need them:
+    - `cu_seq_lens_q` has bins_per_batch * (max_sequences_per_bin + 1) + 1 entries and is non-decreasing: what is left over are
+      empty segments at the end of the batch ("flat") or of each row ("rows"), which attention must skip. The padding of a flat
+      batch is cut into segments of at most `capacity` slots.
+    - `max_length_q` and `max_length_k` are `capacity`.
+    - tensors of one number a sequence (scalar columns, `indices`) have bins_per_batch * max_sequences_per_bin entries, of which the
+      first `num_sequences` count; the rest is 0, in labels `ignore_index`, in `indices` -1.
+    - the int `num_segments` counts the segments that are not empty. It and the other `num_...` change from batch to batch: pass
+      them to a compiled function as tensors, not as ints.
+
+    Four sequences of one token column, capacity 5, max_sequences_per_bin=3, bins_per_batch=2, pad_to="capacity":
+    ```
+    input_ids       11  12  21  31  32  33  41   0   0   0
+    position_ids     0   1   0   0   1   2   0   0   1   2
+    cu_seq_lens_q    0       2   3           6   7         10  10  10  10
+    ```
+
     Raises:
-        ValueError: a bin does not fit the capacity, a row was padded before (its `attention_mask` holds a 0), a column has the
+        ValueError: a bin does not fit the capacity, or has more sequences than `max_sequences_per_bin`, or the batch more bins than
+            `bins_per_batch` under `static`, a row was padded before (its `attention_mask` holds a 0), a column has the
             name of something made here, or the batch has no sequence.
     """
 
     layout: Literal["flat", "rows"] = "flat"
-    """"flat": one row with all sequences. "rows": a row a bin, `capacity` slots each, for static shapes."""
+    """"flat": one row with all sequences. "rows": a row a bin, `capacity` slots each."""
     capacity: int | None = None
     """Token slots of a bin, for rows that were not packed by our samplers, whose batches carry it."""
     pad_to: Literal["capacity"] | int | None = None
@@ -171,6 +186,17 @@ class PackedCollator(_Collator):
     `ignore_index`), and `cu_seq_lens_real` has the boundaries without them."""
     position_start: int = 0
     """Position of the first token of each sequence; RoBERTa-like models count from `padding_idx + 1`, mostly 2."""
+    max_length_to: int | None = None
+    """`max_length_q` and `max_length_k` are the next multiple of this, so that few values of them occur: each one compiles anew."""
+    block_mask: int | None = None
+    """Side of FlexAttention's blocks in tokens, mostly 128: adds what `multipack.data.block_mask.block_mask(batch)` makes a
+    BlockMask of, so that the loader's thread does the work."""
+    static: bool = False
+    """All batches have equal shapes and an equal `max_length_q`; needs `max_sequences_per_bin` and rows or pad_to="capacity"."""
+    max_sequences_per_bin: int | None = None
+    """With `static`: most sequences of a bin, as the bins were planned."""
+    bins_per_batch: int = 1
+    """With `static`: bins of a full batch, as the batch sampler has them."""
 
     def __post_init__(self) -> None:
         check_choice("layout", self.layout, ("flat", "rows"))
@@ -185,6 +211,11 @@ class PackedCollator(_Collator):
             whole_number("pad_to", self.pad_to, 1)
         whole_number("align_to", self.align_to, 1)
         whole_number("position_start", self.position_start)
+        if self.max_length_to is not None:
+            whole_number("max_length_to", self.max_length_to, 1)
+        if self.block_mask is not None:
+            whole_number("block_mask", self.block_mask, 2)
+        self._check_static()
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Batch:
         """Collate a selection of a TokenDataset, or rows as dicts (same batch, slower)."""
@@ -197,18 +228,75 @@ class PackedCollator(_Collator):
         capacity = self._capacity_of(selection)
         if capacity:
             _check_fit(stored, bin_offsets, capacity)
+        shape = self._static_shape(capacity)
+        if shape:
+            bin_offsets = shape.bin_offsets(bin_offsets)
         if self.layout == "flat":
             slots = self._flat_slots(stored, capacity * (len(bin_offsets) - 1))
+            if shape:
+                slots = _with_padding_cut(slots, shape, int(stored.sum()))
         else:
             slots = self._row_slots(stored, bin_offsets, capacity)
         batch = self._batch(selection, located, slots)
+        if shape:
+            self._add_static_segments(batch, slots, shape, located.lengths)
+        else:
+            self._add_segments(batch, slots, located.lengths)
+        if self.block_mask is not None:
+            batch |= block_tables(batch["cu_seq_lens_q"].numpy(), *slots.shape, self.block_mask)
+            batch["block_size"] = self.block_mask
+        return batch
+
+    def _add_segments(self, batch: Batch, slots: _Slots, lengths: npt.NDArray[np.int64]) -> None:
         assert slots.boundaries is not None
         batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.from_numpy(slots.boundaries)
-        batch["max_length_q"] = batch["max_length_k"] = int(np.diff(slots.boundaries).max())
+        longest = round_up(int(np.diff(slots.boundaries).max()), self.max_length_to)
+        batch["max_length_q"] = batch["max_length_k"] = longest
         if self.align_to > 1:
-            real = np.concatenate(([0], np.cumsum(located.lengths)))
-            batch["cu_seq_lens_real"] = torch.from_numpy(real.astype(np.int32))
-        return batch
+            batch["cu_seq_lens_real"] = torch.from_numpy(_boundaries_of(lengths))
+
+    def _add_static_segments(
+        self, batch: Batch, slots: _Slots, shape: StaticShape, lengths: npt.NDArray[np.int64]
+    ) -> None:
+        assert slots.boundaries is not None
+        shape.pad_sequences(batch, {"labels": self.ignore_index, "indices": -1})
+        fill = shape.flat_boundaries if self.layout == "flat" else shape.row_boundaries
+        batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.from_numpy(fill(slots.boundaries))
+        batch["max_length_q"] = batch["max_length_k"] = shape.capacity
+        batch["num_segments"] = len(slots.boundaries) - 1
+        if self.align_to > 1:
+            batch["cu_seq_lens_real"] = torch.from_numpy(shape.real_boundaries(_boundaries_of(lengths)))
+
+    def _check_static(self) -> None:
+        """Refuse what `static` needs and has not, and what only `static` reads."""
+        whole_number("bins_per_batch", self.bins_per_batch, 1)
+        if self.max_sequences_per_bin is not None:
+            whole_number("max_sequences_per_bin", self.max_sequences_per_bin, 1)
+        if not self.static:
+            return
+        if self.layout == "flat" and self.pad_to != "capacity":
+            raise ValueError(
+                f"static=True with layout='flat' and pad_to={self.pad_to!r}: the number of slots would change from batch to "
+                "batch. Use pad_to='capacity', or layout='rows'."
+            )
+        if self.max_sequences_per_bin is None:
+            raise ValueError(
+                "static=True needs max_sequences_per_bin, for which the boundaries have room: the number that the bins are "
+                "planned with, such as the capacity over a typical length."
+            )
+        if self.max_length_to is not None:
+            raise ValueError(
+                f"max_length_to={self.max_length_to} has no effect with static=True, where max_length_q is the capacity: "
+                "leave it out."
+            )
+
+    def _static_shape(self, capacity: int) -> StaticShape | None:
+        if not self.static:
+            return None
+        assert self.max_sequences_per_bin is not None
+        return StaticShape(
+            bins=self.bins_per_batch, capacity=capacity, max_sequences_per_bin=self.max_sequences_per_bin
+        )
 
     def _capacity_of(self, selection: Selection) -> int:
         """Token slots of a bin, 0 where that is unknown and not needed."""
@@ -290,52 +378,13 @@ class PaddedCollator(_Collator):
         return batch
 
 
-def _label_columns(columns: Columns) -> tuple[NumberColumn | None, tuple[str, ...]]:
-    """The column labels are made of (None: a number a sequence) and the masks that choose among its tokens."""
-    if "labels" in columns.scalars:
-        return None, ()
-    if "labels" in columns.tokens:
-        return columns.tokens["labels"], ()
-    return columns.tokens["input_ids"], tuple(name for name in MASKS if name in columns.tokens)
+def _with_padding_cut(slots: _Slots, shape: StaticShape, used: int) -> _Slots:
+    assert slots.boundaries is not None
+    return replace(slots, boundaries=shape.cut_padding(slots.boundaries, used))
 
 
-def _wide(column: NumberColumn) -> torch.dtype:
-    """Tokens and labels must be able to hold pad_token_id and ignore_index, which booleans cannot."""
-    return torch.int64 if column.dtype == torch.bool else column.dtype
-
-
-def _check_columns(columns: Columns, located: Located) -> None:
-    for name in ("labels", *MASKS, "attention_mask"):
-        if name in columns.objects or (name in columns.scalars and name != "labels"):
-            raise ValueError(
-                f"column {name!r} has no number for each token, so it would choose no targets: make it a list of numbers as long as "
-                "the tokens, or leave it out by TokenDataset(columns=...)"
-            )
-    for kind in (columns.tokens, columns.scalars, columns.objects):
-        taken = _MADE_HERE.intersection(kind)
-        if taken:
-            raise ValueError(
-                f"the collator makes {sorted(taken)} itself: leave these columns out by TokenDataset(columns=...)"
-            )
-    if "attention_mask" in columns.tokens:
-        _check_unpadded(columns.tokens["attention_mask"], located)
-
-
-def _check_unpadded(mask: NumberColumn, located: Located) -> None:
-    values = read(mask, located)
-    if bool((values > 1).any()):
-        raise ValueError(
-            f"attention_mask has values up to {int(values.max())}, which number sequences packed by someone else, and they would be read as "
-            "one. Give their lengths in a column seq_lengths, or positions that begin again at 0 in position_ids."
-        )
-    attended = values != 0
-    if not bool(attended.all()):
-        first = int(torch.nonzero(~attended)[0])
-        sequence = int(np.searchsorted(np.cumsum(located.lengths), first, side="right"))
-        raise ValueError(
-            f"attention_mask is 0 in sequence {sequence} of the batch (table row {located.rows[sequence]}): the row was padded "
-            "before, and its padding would be trained on. Tokenise without padding."
-        )
+def _boundaries_of(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
 
 def _check_int32(num_slots: int) -> None:
@@ -346,7 +395,7 @@ def _check_int32(num_slots: int) -> None:
 
 
 def _check_fit(stored: npt.NDArray[np.int64], bin_offsets: npt.NDArray[np.int64], capacity: int) -> None:
-    used = np.add.reduceat(stored, bin_offsets[:-1])
+    used = np.diff(np.concatenate(([0], np.cumsum(stored)))[bin_offsets])
     if used.max() > capacity:
         raise ValueError(
             f"bin {int(used.argmax())} of the batch takes {int(used.max())} slots, above the capacity of {capacity}: the capacity (and "

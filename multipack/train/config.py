@@ -96,7 +96,7 @@ class TrainConfig(RunConfig):
     sample_packing: bool = True
     """Pack rows into bins of `sequence_len`. Off: `micro_batch_size` rows are padded to the longest of them."""
     pad_to_sequence_len: bool = False
-    """Pad every batch to its full `micro_batch_size * sequence_len` slots, for compiled models that want one shape."""
+    """Pad every batch to `sequence_len` slots a bin: full batches have one number of tokens; their boundaries still differ."""
     micro_batch_size: int = 1
     """Bins (or rows, without packing) a rank takes in one micro-step."""
     gradient_accumulation_steps: int = 1

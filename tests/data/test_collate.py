@@ -18,6 +18,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from multipack.data.collate import PackedCollator, PaddedCollator
 from multipack.data.dataset import TokenDataset
+from multipack.order.batch import BatchIndices
 
 
 class Bins(list):
@@ -327,7 +328,7 @@ def test_float_and_boolean_tokens_keep_their_labels():
 def test_a_repeated_batch_has_no_targets():
     batch = collate(PackedCollator(), ids_of(3, 2), repeated=True)
     assert batch["labels"].tolist() == [[-100] * 5]
-    assert (batch["num_target_tokens"], batch["num_tokens"]) == (0, 5)
+    assert (batch["num_target_tokens"], batch["num_tokens"], batch["num_sequences"]) == (0, 0, 0)
 
 
 def test_indices_are_rows_of_the_source():
@@ -400,18 +401,35 @@ def test_an_empty_batch_is_an_error():
 
 
 def test_bins_above_the_capacity_are_an_error():
-    with pytest.raises(ValueError, match=r"take 5 slots, but 1 bin\(s\) have 4"):
+    with pytest.raises(ValueError, match="bin 0 of the batch takes 5 slots, above the capacity of 4"):
         collate(PackedCollator(layout="rows", capacity=4), ids_of(2, 3))
-    with pytest.raises(ValueError, match=r"take 9 slots, but 2 bin\(s\) have 8"):
+    with pytest.raises(ValueError, match="bin 1 of the batch takes 5 slots, above the capacity of 4"):
         collate(PackedCollator(capacity=4, pad_to="capacity"), ids_of(4, 5), bins=[[0], [1]])
+
+
+@pytest.mark.parametrize("options", [{"layout": "rows"}, {"pad_to": "capacity"}])
+def test_the_capacity_rides_with_the_bins_or_is_given(options):
+    dataset = TokenDataset(ids_of(2, 3))
+    with pytest.raises(ValueError, match="need the capacity of a bin in token slots"):
+        PackedCollator(**options)(dataset.__getitems__([0, 1]))
+    carried = PackedCollator(**options)(dataset.__getitems__(BatchIndices([0, 1], bin_capacity=8)))
+    assert carried["input_ids"].shape == (1, 8)
+    with pytest.raises(ValueError, match="packed with a capacity of 8 and the collator has 9"):
+        PackedCollator(capacity=9, **options)(dataset.__getitems__(BatchIndices([0, 1], bin_capacity=8)))
+
+
+def test_flat_batches_never_exceed_the_capacity():
+    # 5 and 3 tokens fill a bin of 8, but take 8 + 4 slots when aligned to 4.
+    selection = TokenDataset(ids_of(5, 3)).__getitems__(BatchIndices([0, 1], bin_capacity=8))
+    assert PackedCollator()(selection)["input_ids"].shape == (1, 8)
+    with pytest.raises(ValueError, match="bin 0 of the batch takes 12 slots, above the capacity of 8"):
+        PackedCollator(align_to=4)(selection)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"layout": "nested"}, "layout 'nested' is none of 'flat', 'rows'"),
-        ({"layout": "rows"}, "need the capacity"),
-        ({"pad_to": "capacity"}, "need the capacity"),
         ({"layout": "rows", "capacity": 4, "pad_to": 8}, "rows always have"),
         ({"pad_to": 0}, "pad_to is 0"),
         ({"capacity": 0}, "capacity is 0"),
