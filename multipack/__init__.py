@@ -13,6 +13,7 @@ except ImportError as error:
 
 from multipack.data.block_mask import block_mask
 from multipack.data.collate import PackedCollator, PaddedCollator
+from multipack.data.context import context_slice
 from multipack.data.dataset import TokenDataset
 from multipack.loading.loader import DataLoader
 from multipack.loading.packed import packed_dataloader
@@ -37,6 +38,7 @@ __all__ = [
     "StreamPacker",
     "TokenDataset",
     "block_mask",
+    "context_slice",
     "forecast",
     "optimizer_steps",
     "pack",
