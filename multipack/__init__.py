@@ -19,9 +19,10 @@ from multipack.loading.loader import DataLoader
 from multipack.loading.packed import packed_dataloader
 from multipack.loading.stats import LoaderStats
 from multipack.loading.steps import optimizer_steps
+from multipack.order.forecast import forecast
 from multipack.order.micro_batches import split_micro_batches
 from multipack.order.packing import pack
-from multipack.order.plan import EpochPlan, forecast
+from multipack.order.plan import EpochPlan
 from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 from multipack.order.stream import StreamPacker
 

@@ -16,6 +16,7 @@ import torch
 
 from multipack import _core
 from multipack.arguments import check_choice, whole_number
+from multipack.data.alignment import stored_lengths
 from multipack.data.batch_columns import check_columns, label_columns, wide
 from multipack.data.block_mask import block_tables
 from multipack.data.columns import Columns
@@ -221,9 +222,7 @@ class PackedCollator(_Collator):
         """Collate a selection of a TokenDataset, or rows as dicts (same batch, slower)."""
         selection = self._as_selection(features)
         located = selection.locate()
-        stored = (
-            -(-located.lengths // self.align_to) * self.align_to if self.align_to > 1 else located.lengths
-        )
+        stored = stored_lengths(located.lengths, self.align_to)
         bin_offsets = np.asarray(selection.bin_offsets)
         capacity = self._capacity_of(selection)
         if capacity:

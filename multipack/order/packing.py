@@ -212,6 +212,18 @@ def checked_capacity(capacity: int) -> int:
     return tokens
 
 
+def checked_alignment(align_to: int, capacity: int) -> int:
+    """The alignment, which must divide the capacity."""
+    slots = whole_number("align_to", align_to, 1)
+    if capacity % slots:
+        smaller = capacity // slots * slots
+        raise ValueError(
+            f"capacity is {capacity} tokens, no multiple of align_to = {slots}: {capacity - smaller} slots of every bin could hold no "
+            f"sequence. Use a capacity of {smaller or slots} or {smaller + (slots if smaller else 2 * slots)}."
+        )
+    return slots
+
+
 def check_lengths(lengths: NDArray[Any], capacity: int) -> None:
     """Refuse lengths outside 1..capacity, naming the first such row."""
     if lengths.size == 0:

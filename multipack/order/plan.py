@@ -23,11 +23,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack import _core
 from multipack.arguments import whole_number
+from multipack.data.alignment import stored_lengths
 from multipack.order.groups import Groups, as_groups
 from multipack.order.packing import (
     PackMethod,
     as_lengths,
     check_lengths,
+    checked_alignment,
     checked_capacity,
     pack,
     sequence_limit,
@@ -47,9 +49,9 @@ class WindowPlan:
     offsets: NDArray[np.int64]
     rows: NDArray[np.int64]
     tokens: NDArray[np.int64]
-    """Tokens of each bin."""
+    """Tokens of each bin, slots of alignment included."""
     squares: NDArray[np.int64]
-    """Sum of squared lengths of each bin, to which the work of attention is proportional."""
+    """Sum of squared lengths of each bin, to which the work of attention is proportional; with alignment as well."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -72,9 +74,12 @@ class EpochPlan:
         max_sequences_per_bin: most sequences of a bin.
         together: one key a row, shape [num_rows]: rows with equal keys share a bin. The order, the windows and the bins are
             then those of groups, and a group's rows stay beside each other in their order in the source.
+        align_to: a sequence takes a multiple of this many slots, as the collator's `align_to` lays it out; bins are packed
+            by these.
 
     Raises:
-        TypeError, ValueError: as `pack`; also an epoch below 0, or a window or block below 1.
+        TypeError, ValueError: as `pack`; also an epoch below 0, a window or block below 1, or a capacity that is no multiple
+            of `align_to`.
     """
 
     def __init__(
@@ -90,9 +95,11 @@ class EpochPlan:
         shuffle_block: int = 1,
         max_sequences_per_bin: int | None = None,
         together: Groups | ArrayLike | None = None,
+        align_to: int = 1,
     ) -> None:
         self.lengths = as_lengths(lengths)
         self.capacity = checked_capacity(capacity)
+        self.align_to = checked_alignment(align_to, self.capacity)
         check_lengths(self.lengths, self.capacity)
         self.epoch = whole_number("epoch", epoch, 0)
         self.seed = whole_number("seed", seed)
@@ -106,6 +113,7 @@ class EpochPlan:
         self.groups = None if together is None else as_groups(together)
         self._items, self._max_items = self._packed_items()
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
+        self.num_slots = self._count_slots()
         self._digest: list[str] = []  # shared by the plans of all epochs
         self._edges = self._cut()
         # Invariant: _ends[w] is the exact number of bins before window w, for as many windows as were planned in a row.
@@ -156,13 +164,13 @@ class EpochPlan:
 
     @property
     def efficiency(self) -> float:
-        """Share of token slots that hold a token, 0..1."""
+        """Share of token slots that hold a token, 0..1. Slots of alignment hold none."""
         return self.num_tokens / (len(self) * self.capacity) if self.num_rows else 0.0
 
     @property
     def min_bins(self) -> int:
-        """ceil(tokens / capacity): no plan needs fewer bins; known without planning."""
-        return -(-self.num_tokens // self.capacity)
+        """ceil(slots / capacity): no plan needs fewer bins; known without planning."""
+        return -(-self.num_slots // self.capacity)
 
     def has_bin(self, i: int) -> bool:
         """Whether bin `i` exists. Plans windows up to that bin only."""
@@ -178,7 +186,7 @@ class EpochPlan:
         return [plan.rows[plan.offsets[b] : plan.offsets[b + 1]] for plan, b in self._locate(start, stop)]
 
     def costs(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens and sums of squared lengths of bins start..stop-1."""
+        """Tokens and sums of squared lengths of bins start..stop-1, both of aligned lengths."""
         found = self._locate(start, stop)
         tokens = np.fromiter((plan.tokens[b] for plan, b in found), np.int64, len(found))
         squares = np.fromiter((plan.squares[b] for plan, b in found), np.int64, len(found))
@@ -201,6 +209,8 @@ class EpochPlan:
             "window": self.window_bins,
             "shuffle_block": self.shuffle_block,
             "max_sequences_per_bin": self.max_sequences_per_bin,
+            # Left out where it is 1, as in states that were saved before there was alignment.
+            **({"align_to": self.align_to} if self.align_to > 1 else {}),
         }
         return inputs if self.groups is None else {**inputs, "together": self.groups.digest()}
 
@@ -222,9 +232,19 @@ class EpochPlan:
         """Tokens of what is packed, rows or groups, and how many of these a bin may hold."""
         if self.groups is None:
             return self.lengths, self.max_sequences_per_bin
-        tokens = self.groups.tokens(self.lengths)
+        tokens = self.groups.tokens(self._stored(self.lengths))
         self.groups.check_tokens(tokens, self.capacity)
         return tokens.astype(np.int32), self.groups.limit(self.max_sequences_per_bin)
+
+    def _stored(self, lengths: NDArray[Any]) -> NDArray[Any]:
+        """Slots of sequences of these lengths, int32 where they are aligned."""
+        return lengths if self.align_to == 1 else stored_lengths(lengths.astype(np.int32), self.align_to)
+
+    def _count_slots(self) -> int:
+        """Slots of all sequences, 64-bit."""
+        blocks = range(0, self.num_rows if self.align_to > 1 else 0, 1 << 20)
+        sums = (self._stored(self.lengths[start : start + (1 << 20)]).sum(dtype=np.int64) for start in blocks)
+        return sum(map(int, sums)) if self.align_to > 1 else self.num_tokens
 
     def _cut(self) -> list[int]:
         """Positions of rows or groups where windows start: windows of nearly equal size, at multiples of the block."""
@@ -232,7 +252,7 @@ class EpochPlan:
         if num_items == 0:
             return [0]
         items_per_window = max(
-            1, round(self.window_bins * self.capacity * num_items / max(self.num_tokens, 1))
+            1, round(self.window_bins * self.capacity * num_items / max(self.num_slots, 1))
         )
         num_windows = max(1, round(num_items / items_per_window))
         block = self.shuffle_block
@@ -267,7 +287,7 @@ class EpochPlan:
     def _pack_window(self, w: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
         """Bin ends, rows or groups, and their tokens, in the order of bins of an epoch."""
         items = self._window_items(w)
-        tokens = self._items[items].astype(np.int32, copy=False)
+        tokens = self._stored(self._items[items]).astype(np.int32, copy=False)
         packing = pack(
             tokens,
             self.capacity,
@@ -291,7 +311,7 @@ class EpochPlan:
         offsets, rows, lengths = self._pack_window(w)
         if self.groups is not None:
             offsets, rows = self.groups.expand(offsets, rows)
-            lengths = self.lengths[rows]
+            lengths = self._stored(self.lengths[rows])
         wide = lengths.astype(np.int64)
         tokens = np.add.reduceat(wide, offsets[:-1])
         squares = np.add.reduceat(wide * wide, offsets[:-1])
@@ -327,61 +347,4 @@ def _reorder(
     return ends, rows[positions]
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What packing a data set of that histogram gives, without a plan."""
-
-    num_sequences: int
-    num_tokens: int
-    num_bins: int
-    """Bins of best-fit decreasing over all rows; a plan in windows needs up to one more a window."""
-    lower_bound: int
-    efficiency: float
-
-    def steps(self, num_replicas: int, accumulate: int = 1, bins_per_batch: int = 1) -> int:
-        """Optimizer steps of an epoch."""
-        return -(-self.num_bins // (num_replicas * accumulate * bins_per_batch))
-
-
-def forecast(histogram: ArrayLike, capacity: int, max_sequences_per_bin: int | None = None) -> Forecast:
-    """Estimate bins, steps and efficiency from a histogram of lengths alone; 10^11 rows take milliseconds.
-
-    Args:
-        histogram: histogram[l] = number of sequences of l tokens, shape [longest + 1]; entry 0 must be 0.
-
-    Raises:
-        ValueError: a length above the capacity, a negative count, or more tokens than 64 bits hold.
-    """
-    counts = as_lengths(histogram)
-    capacity = checked_capacity(capacity)
-    if counts.size and counts.min() < 0:
-        raise ValueError(f"histogram[{int(np.argmin(counts))}] is {int(counts.min())}, below 0.")
-    if counts.size and counts[0]:
-        raise ValueError(
-            f"histogram[0] counts {int(counts[0])} empty sequences, which no bin can hold. Set it to 0."
-        )
-    used = np.flatnonzero(counts)
-    if used.size and used[-1] > capacity:
-        raise ValueError(
-            f"the histogram holds sequences of {used[-1]} tokens, above the capacity of {capacity}."
-        )
-    exact = [int(count) for count in counts[used]]
-    num_tokens = sum(count * int(length) for count, length in zip(exact, used, strict=True))
-    if num_tokens >= 2**63:
-        raise ValueError(
-            f"the histogram holds {num_tokens} tokens, above the 2^63 - 1 that sums are kept in."
-        )
-    table = np.zeros(capacity + 1, np.int64)
-    table[used] = exact
-    limit = sequence_limit(max_sequences_per_bin)
-    num_bins = int(_core.best_fit_decreasing_bins(table, capacity, limit))
-    return Forecast(
-        num_sequences=sum(exact),
-        num_tokens=num_tokens,
-        num_bins=num_bins,
-        lower_bound=int(_core.lower_bound(table, capacity, limit)),
-        efficiency=num_tokens / (num_bins * capacity) if num_bins else 0.0,
-    )
-
-
-__all__: Sequence[str] = ["WINDOW_BINS", "EpochPlan", "Forecast", "WindowPlan", "forecast"]
+__all__: Sequence[str] = ["WINDOW_BINS", "EpochPlan", "WindowPlan"]
