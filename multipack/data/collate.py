@@ -347,7 +347,8 @@ class PaddedCollator(_Collator):
 
     A batch has `input_ids`, `labels` and `attention_mask` (int64, [num_sequences, longest]), and the further columns and counts of
     PackedCollator, with the same labels: packed or padded, the same tokens are targets. `attention_mask` is made
-    from the lengths, so that a last token equal to `pad_token_id` still counts.
+    from the lengths, so that a last token equal to `pad_token_id` still counts. Padding on the left comes with `position_ids`
+    (int64, of that shape) which count from the first token, 0 in the padding: models would count from the padding.
     """
 
     padding_side: Literal["right", "left"] = "right"
@@ -374,6 +375,9 @@ class PaddedCollator(_Collator):
             attention_mask = slots >= width - lengths[:, None]
         batch = self._batch(selection, located, _Slots((len(lengths), width), places))
         batch["attention_mask"] = torch.from_numpy(attention_mask.astype(np.int64))
+        if self.padding_side == "left":
+            positions = np.maximum(slots - (width - lengths[:, None]), 0)
+            batch["position_ids"] = torch.from_numpy(positions.astype(np.int64))
         return batch
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning
 
+from multipack.integrations.verify import packing_models, verify_packing
 from multipack.loading.loader import DataLoader
 from multipack.loading.packed import packed_dataloader
 
@@ -34,6 +35,7 @@ class PackedDataModule(lightning.LightningDataModule):  # type: ignore[misc]
         self._val_rows = val
         self._capacity = capacity
         self._options = options
+        self._verified = False
         self._train: DataLoader[Any] | None = None
         self._val: DataLoader[Any] | None = None
 
@@ -60,7 +62,12 @@ class PackedDataModule(lightning.LightningDataModule):  # type: ignore[misc]
             self._train.load_state_dict(state_dict["train"])
 
     def train_dataloader(self) -> Any:
-        """The loader of this rank, the same one every epoch."""
+        """The loader of this rank, the same one every epoch; before the first, models that packing is wrong for are refused."""
+        if not self._verified and self.trainer is not None:
+            self._verified = True
+            with self.trainer.strategy.precision_plugin.forward_context():
+                for model in packing_models(self.trainer.lightning_module):
+                    verify_packing(model, max_length=self._capacity, device=self.trainer.strategy.root_device)
         return self._train
 
     def val_dataloader(self) -> Any:

@@ -24,6 +24,7 @@ from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
 from multipack.integrations.accelerate import skip_first_batches
 from multipack.integrations.attention import ATTENTION, model_inputs
+from multipack.integrations.verify import verify_packing
 from multipack.loading.loader import DataLoader
 from multipack.loading.packed import packed_dataloader
 from multipack.order.sampler import DistributedBatchSampler
@@ -72,6 +73,7 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         self._datasets: dict[int, tuple[Any, TokenDataset]] = {}
         self._epochs: _Epochs | None = None
         self._evaluated = (0.0, 0)
+        self._verified = False
         super().__init__(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
@@ -114,7 +116,12 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The Trainer's loss over what the model takes of a packed batch."""
+        """The Trainer's loss over what the model takes of a packed batch; before the first, a model that packing is wrong for is refused."""
+        if not self._verified and _is_ours(inputs):
+            self._verified = True
+            verify_packing(
+                model, max_length=self.capacity, device=inputs["input_ids"].device, inputs_of=self._inputs_of
+            )
         if not model.training and _is_ours(
             inputs
         ):  # the mean over this batch, which `prediction_step` weighs

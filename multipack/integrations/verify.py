@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ def verify_packing(
     model: Any,
     *,
     max_length: int | None = None,
-    inputs_of: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+    device: torch.device | None = None,
+    inputs_of: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
     """Run three packed sequences and each of them alone, and compare; nothing of the model changes.
 
@@ -42,6 +43,7 @@ def verify_packing(
     Args:
         model: a causal language model of transformers, also inside DistributedDataParallel, FSDP2, DeepSpeed or peft.
         max_length: the longest sequence of the run, tokens: windows that no sequence fills need no check.
+        device: where batches go; None: where the first parameter is.
         inputs_of: makes the model's arguments of a batch of PackedCollator; None: `model_inputs`, without its `segments` where
             the attention is not ours.
 
@@ -56,7 +58,7 @@ def verify_packing(
             f"verify_packing takes a model of transformers, got {type(inner).__name__}: its stock attention is what packed logits "
             "are compared with."
         )
-    probe = _Probe(model, inner, inputs_of)
+    probe = _Probe(model, inner, device, inputs_of)
     sequences = _sequences(inner, _longest_span(inner, max_length))
     devices = [probe.device] if probe.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad(), _no_zeros(inner, probe.device):
@@ -78,12 +80,17 @@ class _Probe:
     """A model with its way of taking batches."""
 
     def __init__(
-        self, model: Any, inner: Any, inputs_of: Callable[[Mapping[str, Any]], dict[str, Any]] | None
-    ):
+        self,
+        model: Any,
+        inner: Any,
+        device: torch.device | None,
+        inputs_of: Callable[[dict[str, Any]], dict[str, Any]] | None,
+    ) -> None:
         self._model = model
         self.inner = inner
         self._inputs_of = inputs_of or self._plain_inputs
-        self.device: torch.device = next(iter(inner.parameters())).device
+        self.device: torch.device = device or next(iter(inner.parameters())).device
+        self._narrowest = 8
         self.config = inner.config
         kind = getattr(self.config, "model_type", "?")
         name = getattr(self.config, "name_or_path", "")
@@ -97,7 +104,8 @@ class _Probe:
         }
         try:
             torch.manual_seed(0)  # the same dropout in every forward; the caller's generators are kept aside
-            logits: Tensor = self._model(**self._inputs_of(moved)).logits
+            with self._watching_widths():
+                logits: Tensor = self._model(**self._inputs_of(moved)).logits
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -129,7 +137,7 @@ class _Probe:
             logits: Tensor = self._model(input_ids=row, use_cache=False).logits
         return logits[0].float()
 
-    def _plain_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _plain_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         inputs = model_inputs(batch)
         if self.config._attn_implementation != ATTENTION:
             del inputs["segments"]
@@ -138,18 +146,30 @@ class _Probe:
     def refusal(self, reason: str) -> ValueError:
         return ValueError(
             f"{self.name} cannot be trained on packed batches with attn_implementation="
-            f"{self.config._attn_implementation!r}: {reason} Train it padded (PaddedCollator or sample_packing: false, and a stock "
+            f"{self.config._attn_implementation!r}: {reason.rstrip('.')}. Train it padded (PaddedCollator or sample_packing: false, and a stock "
             "attention); a model with recurrent layers (convolutions, state spaces, linear attention) packs where transformers has "
             "kernels that take boundaries for it (causal-conv1d, mamba-ssm, flash-linear-attention on CUDA)."
         )
 
+    @contextlib.contextmanager
+    def _watching_widths(self) -> Iterator[None]:
+        """Note how narrow the linear layers compute: autocast, FSDP and quantised layers decide it, not the parameters."""
+
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.dtype.is_floating_point:
+                self._narrowest = min(self._narrowest, output.dtype.itemsize)
+
+        hooks = [m.register_forward_hook(note) for m in self.inner.modules() if isinstance(m, nn.Linear)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     @property
     def exact(self) -> bool:
-        """Whether the forward computes in float32 or wider."""
-        device = self.device.type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device).itemsize < 4:
-            return False
-        return all(p.dtype.itemsize >= 4 for p in self.inner.parameters() if p.dtype.is_floating_point)
+        """Whether the forwards so far computed in float32 or wider."""
+        return self._narrowest >= 4
 
 
 def _check_visibility(probe: _Probe, sequences: Sequence[Tensor]) -> None:
@@ -157,9 +177,10 @@ def _check_visibility(probe: _Probe, sequences: Sequence[Tensor]) -> None:
     before, middle, after = sequences
     others = [ids.flip(0).roll(1) for ids in (before, after)]
     ended = torch.cat([middle[:-1], before[:1]])
-    right = probe.packed(sequences)[1]
-    if _far(probe.packed([others[0], ended, others[1]])[1][:-1], right[:-1], 1e-4 if probe.exact else 2e-2):
-        future = _far(probe.packed([before, ended, after])[1][:-1], right[:-1], 1e-4 if probe.exact else 2e-2)
+    right = probe.packed(sequences)[1][:-1]
+    tolerance = 1e-4 if probe.exact else 2e-2
+    if _far(probe.packed([others[0], ended, others[1]])[1][:-1], right, tolerance):
+        future = _far(probe.packed([before, ended, after])[1][:-1], right, tolerance)
         raise probe.refusal(
             "a token sees the future: logits change when the last token of their sequence does."
             if future
@@ -168,7 +189,9 @@ def _check_visibility(probe: _Probe, sequences: Sequence[Tensor]) -> None:
 
 
 def _check_alone(probe: _Probe, sequences: Sequence[Tensor]) -> None:
-    tolerance = 0.1 if not probe.exact else 1e-2 if torch.backends.cuda.matmul.allow_tf32 else 1e-3
+    tolerance = 0.1
+    if probe.exact:
+        tolerance = 1e-2 if torch.backends.cuda.matmul.allow_tf32 else 1e-3
     for ids, packed in zip(sequences, probe.packed(sequences), strict=True):
         alone = probe.alone(ids)
         if alone.shape != packed.shape or _far(packed, alone, tolerance):
@@ -193,7 +216,7 @@ def _sequences(inner: Any, longest: int) -> list[Tensor]:
         if name.endswith(("token_id", "token_index")) and isinstance(value, int)
     }
     ordinary = torch.tensor([token for token in range(config.vocab_size) if token not in special])
-    lengths = (_SHORT[0], max(_SHORT[1], longest), _SHORT[2])
+    lengths = [_SHORT[0], max(_SHORT[1], longest), _SHORT[2]]
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(ordinary), (sum(lengths),), generator=generator)
     return list(torch.split(ordinary[drawn], lengths))

@@ -18,7 +18,9 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from multipack.integrations.attention import ATTENTION
+from multipack.integrations.verify import verify_packing
 from multipack.train.config import TrainConfig
+from multipack.train.engine import Engine
 from multipack.train.run_config import RunConfig
 
 
@@ -108,6 +110,18 @@ def recompute_activations(model: Any) -> None:
         model.activation_checkpointing_enable(options)
     else:  # its name in older releases of transformers 5
         model.gradient_checkpointing_enable(options)
+
+
+def verify_engine(engine: Engine, *, max_length: int) -> None:
+    """Refuse to train a model on packed batches that packing is wrong for; see `verify_packing`. All ranks together.
+
+    Raises:
+        SystemExit: with the model and the remedy.
+    """
+    try:
+        engine.infer(lambda model: verify_packing(model, max_length=max_length, device=engine.device))
+    except ValueError as error:
+        raise SystemExit(f"multipack.train: {error}") from error
 
 
 @contextlib.contextmanager

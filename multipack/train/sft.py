@@ -41,7 +41,7 @@ from multipack.train.evaluate import evaluate
 from multipack.train.export import export_model
 from multipack.train.loop import Stepper
 from multipack.train.metrics import Operations, StepMetrics, model_operations, peak_flops
-from multipack.train.model import build_model, model_config
+from multipack.train.model import build_model, model_config, verify_engine
 from multipack.train.optim import OptimizerSpec, go_to_step, learning_rate_schedule
 from multipack.train.process import one_sentence, process_group
 from multipack.train.profile import StepProfile
@@ -202,6 +202,8 @@ def train(run: Run, options: EngineOptions) -> None:
     )
     _seed_dropout(config.seed, run.device)
     _restore(run, engine, schedule)
+    if config.sample_packing:
+        verify_engine(engine, max_length=config.sequence_len)
     set_later_aside(run.folder, run.first_step)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopOnSigterm())

@@ -468,6 +468,17 @@ def test_an_end_token_equal_to_the_padding_counts(side, ids, mask, labels):
     assert default["num_target_tokens"] == 3
 
 
+def test_padding_on_the_left_comes_with_positions_that_start_at_the_first_token():
+    rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
+    assert collate(PaddedCollator(padding_side="left"), rows)["position_ids"].tolist() == [
+        [0, 1, 2],
+        [0, 0, 0],
+    ]
+    wider = collate(PaddedCollator(padding_side="left", pad_to=4), rows)["position_ids"]
+    assert wider.tolist() == [[0, 0, 1, 2], [0, 0, 0, 0]]
+    assert "position_ids" not in collate(PaddedCollator(), rows)
+
+
 @given(st.data(), _rows(), st.sampled_from(["left", "right"]))
 def test_padded_and_packed_batches_have_the_same_targets(data, rows, side):
     dataset = TokenDataset(table_of(data, rows))

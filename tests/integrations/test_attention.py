@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from tiny_llama import packed, random_sequences, tiny_llama
 from transformers import MistralConfig, MistralForCausalLM
 
+from multipack import PaddedCollator
 from multipack.integrations.attention import model_inputs, multipack_attention, stock_attention
+from multipack.integrations.masks import VisibleTokens
+from multipack.integrations.segment_attention import Asked, segment_loop, varlen
 from multipack.train.model import recompute_activations
 
 LENGTHS = [17, 5, 30, 1, 12]
@@ -115,20 +120,113 @@ def test_boundaries_that_end_early_are_an_error():
         tiny_llama()(**model_inputs(flat))
 
 
-@pytest.mark.parametrize("argument", ["softcap", "s_aux", "position_bias"])
-def test_what_this_attention_has_not_is_refused(argument):
+def one_layer(**asked):
     states = torch.randn(1, 2, 4, 8)
     boundaries = torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match=argument):
-        multipack_attention(
-            torch.nn.Module(),
-            states,
-            states,
-            states,
-            None,
-            cu_seq_lens_q=boundaries,
-            **{argument: torch.ones(1)},
-        )
+    return multipack_attention(
+        torch.nn.Module(), states, states, states, None, cu_seq_lens_q=boundaries, **asked
+    )[0]
+
+
+@pytest.mark.parametrize("argument", ["indices", "block_indices", "head_mask", "something_new"])
+def test_an_argument_that_this_attention_does_not_have_is_refused(argument):
+    with pytest.raises(ValueError, match=rf"\['{argument}'\]"):
+        one_layer(**{argument: torch.ones(1)})
+    one_layer(**{argument: None})
+
+
+def test_a_layer_that_is_not_causal_is_refused():
+    with pytest.raises(ValueError, match="not causal"):
+        one_layer(is_causal=False)
+
+
+@pytest.mark.parametrize("asked", ["softcap", "s_aux", "sinks", "position_bias", "sliding_window", "dropout"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_a_layer_asks_for_is_applied_inside_each_segment(asked, rows):
+    # Rows of 12 tokens: segments of 7 and 5, or 3, 4 and 5. The oracle is a softmax over the whole batch in float64.
+    torch.manual_seed(1)
+    lengths = [7, 5, 3, 4, 5][: 2 if rows == 1 else 5]
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).int()
+    q, k, v = torch.randn(rows, 4, 12, 8), torch.randn(rows, 2, 12, 8), torch.randn(rows, 2, 12, 6)
+    value = {
+        "softcap": 0.5,
+        "s_aux": torch.randn(4),
+        "sinks": torch.randn(rows, 4, 12, 1),
+        "position_bias": torch.randn(rows, 4, 12, 12),
+        "sliding_window": 3,
+        "dropout": 1.0,
+    }[asked]
+    found, _ = multipack_attention(
+        torch.nn.Module(), q, k, v, None, cu_seq_lens_q=boundaries, **{asked: value}
+    )
+    scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
+    if asked == "softcap":
+        scores = 0.5 * torch.tanh(scores / 0.5)
+    if asked == "position_bias":
+        scores = scores + value
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).view(rows, 12)
+    distance = torch.arange(12)[:, None] - torch.arange(12)
+    visible = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)
+    if asked == "sliding_window":
+        visible &= distance < 3
+    weights = scores.masked_fill(~visible[:, None], -torch.inf).exp()
+    sink = {
+        "s_aux": lambda: value[None, :, None, None].exp(),
+        "sinks": value.exp if asked == "sinks" else None,
+    }
+    total = weights.sum(-1, keepdim=True) + (sink[asked]() if asked in sink else 0)
+    right = ((weights / total) @ v.double().repeat_interleave(2, 1)).transpose(1, 2)
+    if asked == "dropout":
+        right = torch.zeros_like(right)
+    torch.testing.assert_close(found.double(), right, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("value_width", [6, 8, 12])
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_kernel_gets_states_of_one_width_and_the_scale_of_the_keys(monkeypatch, value_width, window):
+    """On CUDA: what the variable-length kernel of torch is handed, checked by a stand-in with its signature."""
+    seen = []
+
+    def varlen_attn(
+        query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1] == max(8, value_width)
+        assert (query.shape[0], max_q, max_k) == (int(cu_q[-1]), 5, 5)
+        assert enable_gqa
+        seen.append(window_size)
+        lengths = cu_q.diff().tolist()
+        states = (states.transpose(0, 1)[None] for states in (query, key, value))
+        asked = Asked(VisibleTokens(window=None if window_size[0] < 0 else window_size[0] + 1), scale)
+        return segment_loop(*states, lengths, asked, tokens_per_row=9)[0]
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(
+        "multipack.integrations.segment_attention._varlen_parameters",
+        lambda: frozenset(inspect.signature(varlen_attn).parameters),
+    )
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, value_width)
+    asked = Asked(VisibleTokens(window=window))
+    found = varlen(q, k, v, torch.tensor([0, 4, 9], dtype=torch.int32), 5, asked)
+    assert seen == [(-1, 0) if window is None else (window - 1, 0)]
+    torch.testing.assert_close(found, segment_loop(q, k, v, [4, 5], asked, tokens_per_row=9)[0])
+
+
+def test_empty_segments_are_passed_over():
+    q = torch.randn(1, 2, 5, 4)
+    asked = Asked(VisibleTokens())
+    torch.testing.assert_close(
+        segment_loop(q, q, q, [3, 2, 0, 0], asked, tokens_per_row=5),
+        segment_loop(q, q, q, [3, 2], asked, tokens_per_row=5),
+    )
+
+
+def test_left_padded_logits_equal_those_of_single_runs():
+    sequences = random_sequences(LENGTHS)
+    batch = PaddedCollator(padding_side="left")([{"input_ids": ids} for ids, _ in sequences])
+    model = tiny_llama(attention="sdpa")
+    logits = model(**model_inputs(batch)).logits[batch["attention_mask"].bool()]
+    torch.testing.assert_close(logits, single_logits(model, sequences), atol=1e-5, rtol=0)
 
 
 def test_generation_runs_under_stock_attention_and_leaves_ours_in_place():

@@ -28,7 +28,7 @@ def fate(family, arguments):
         generator = torch.Generator().manual_seed(1)
         sequences = [torch.randint(3, 64, (length,), generator=generator) for length in LENGTHS]
         alone = torch.cat([stock(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences])
-    except Exception as error:  # whatever a configuration of ours lacks; what could be built is counted below
+    except Exception as error:  # noqa: BLE001 - whatever a configuration of ours lacks; what was built is counted
         return "not built", f"{type(error).__name__}: {error}"
     try:
         model = build(family, arguments, "multipack")
@@ -37,8 +37,8 @@ def fate(family, arguments):
     try:
         verify_packing(model)
     except ValueError as error:
-        assert type(model).__name__ in str(error)
-        return "refused", str(error)
+        named = type(model).__name__ in str(error)
+        return ("refused" if named else "wrong"), str(error)
     packed = PackedCollator()([{"input_ids": ids} for ids in sequences])
     together = model(**model_inputs(packed)).logits[0]
     off = float((together - alone).abs().max() / alone.abs().max().clamp_min(1))
@@ -53,7 +53,7 @@ def test_packed_logits_of_all_families_equal_stock_logits_or_are_refused():
         for family in FAMILIES:
             try:
                 named = list(variants(family))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - as above: families whose configuration needs arguments
                 fates[family] = ("not built", str(error))
                 continue
             for name, arguments in named:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from multipack.integrations.attention import stock_attention
+from multipack.integrations.verify import verify_packing
 from multipack.train.ppo.generate import Responses, generate_responses
 
 _LOGITS_AT_ONCE = 1 << 28
@@ -97,6 +98,10 @@ class ActorCritic(nn.Module):
         with self.actor.disable_adapter() if self.reference is None else contextlib.nullcontext():
             logits = policy(**inputs, logits_to_keep=positions).logits[0]
         return _logprobs_and_entropy(logits, actions, self.temperature)[0]
+
+    def verify_packing(self, device: torch.device) -> None:
+        """Refuse an actor that packing is wrong for. Parameters must be whole on this rank."""
+        verify_packing(self.actor, device=device)
 
     def respond(
         self,

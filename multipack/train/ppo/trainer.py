@@ -113,8 +113,11 @@ class PPOTrainer:
         for method in (
             "respond",
             "reference_logprobs",
+            "verify_packing",
         ):  # forwards like any other, where parameters are sharded
             register_fsdp_forward_method(self.engine.module, method)
+        with self.engine.gathered():
+            self.engine.infer(lambda networks: networks.verify_packing(device))
         buffers = buffer_sizes(sizes, len(task.prompts), config.num_episodes)
         self._steps_of_iterations = [sizes.steps_over(size) for size in buffers]
         self._schedule = learning_rate_schedule(
