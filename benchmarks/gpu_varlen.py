@@ -21,7 +21,8 @@ from benchmarks.length_sets import from_quantiles
 from benchmarks.real_lengths import LENGTH_QUANTILES
 from benchmarks.record import record
 from benchmarks.timing import in_turns, over
-from multipack.integrations.attention import Segments, multipack_attention
+from multipack.integrations.attention import multipack_attention
+from multipack.integrations.segment_attention import Segments
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 4, 64
 ROWS = 128

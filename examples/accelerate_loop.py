@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from multipack import packed_dataloader
 from multipack.integrations.attention import ATTENTION, model_inputs
+from multipack.integrations.verify import verify_packing
 
 random = np.random.default_rng(0)
 rows = [random.integers(0, 64, n) for n in random.integers(4, 60, 80)]
@@ -32,6 +33,7 @@ model = LlamaForCausalLM._from_config(
 loader = packed_dataloader(rows, capacity=128, accumulate=4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+verify_packing(model, max_length=128)
 
 folder = tempfile.mkdtemp()
 for epoch in range(2):
