@@ -91,11 +91,9 @@ class TorchPass:
                 feed.skip(self._batches, start.batches)
             else:
                 self._batches = make_iterator()
-
-    @property
-    def number(self) -> int:
+        self.number = recorder.number
         """Of the cursor."""
-        return self._recorder.number
+        self._taken = recorder.taken  # of this pass: another one over the same loader may be open beside it
 
     @property
     def processes(self) -> list[Any]:
@@ -115,8 +113,8 @@ class TorchPass:
             self._is_silent = received is not None and received == self._batches._rcvd_idx  # type: ignore[attr-defined]  # torch's iterator
             if not self._is_silent:
                 self._num_yielded += 1
-                if self._recorder.taken:
-                    self._recorder.taken.popleft()
+                if self._taken:
+                    self._taken.popleft()
             raise
         self._is_silent = False
         self._num_yielded += 1
@@ -125,7 +123,7 @@ class TorchPass:
         if isinstance(self._recorder.feed, StreamFeed):
             mark = StreamMark(self._epoch, self._num_yielded, workers=self._workers)
             return self._finish(batch, None, mark)
-        ids, mark = self._recorder.taken.popleft()
+        ids, mark = self._taken.popleft()
         return self._finish(batch, ids, mark)
 
     def close(self) -> None:
@@ -145,9 +143,9 @@ class TorchPass:
 
     def _check_complete(self, stop: StopIteration) -> None:
         """Ids without a batch: this is no end, but what a row or collator raised, which torch raises again here."""
-        if self._recorder.taken:
+        if self._taken:
             raise RuntimeError(
-                f"Making item {self._num_yielded} ({self._recorder.taken[0][0]!r:.200}) raised StopIteration, which would have ended the epoch early "
+                f"Making item {self._num_yielded} ({self._taken[0][0]!r:.200}) raised StopIteration, which would have ended the epoch early "
                 "without a word. Raise another error, or leave the item out of the sampler."
             ) from stop
 

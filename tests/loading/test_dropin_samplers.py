@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from dropin_cases import both, read
+from dropin_cases import both, plain, read
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler, SequentialSampler
 
@@ -208,3 +208,11 @@ def test_a_generator_given_to_a_sampler_later_counts() -> None:
 
     ours, torchs = both(run)
     assert ours == torchs
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_two_passes_over_one_loader_may_be_open_at_once(way: dict[str, Any]) -> None:
+    # Lightning's CombinedLoader may hold the same loader twice.
+    loader = DataLoader(range(8), batch_size=2, **way)
+    pairs = [(plain(a), plain(b)) for a, b in zip(loader, loader, strict=True)]
+    assert pairs == [([n, n + 1], [n, n + 1]) for n in range(0, 8, 2)]
