@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -151,38 +152,71 @@ void def_packing(nb::module_& module) {
         "num_rows"_a, "block"_a, "seed"_a, "start"_a, "rows"_a.noconvert());
 }
 
-/// Raw Arrow buffers of some rows of a column. Keeps the arrays alive.
+/// Where the rows of a token file lie. Keeps the arrays alive.
+struct PyFileIndex {
+    multipack::FileIndex index;
+    Vector<const uint8_t> begins, lengths;
+    std::optional<Vector<const uint8_t>> groups;
+
+    int64_t num_rows() const {
+        if (!groups) return index.num_sequences;
+        return std::max<int64_t>(static_cast<int64_t>(groups->shape(0) / sizeof(int64_t)) - 1, 0);
+    }
+};
+
+PyFileIndex make_file_index(Vector<const uint8_t> begins, Vector<const uint8_t> lengths,
+                            std::optional<Vector<const uint8_t>> groups, int64_t element_bytes) {
+    const size_t num_sequences = begins.shape(0) / sizeof(int64_t);
+    if (lengths.shape(0) / sizeof(int32_t) != num_sequences || element_bytes < 1)
+        throw std::invalid_argument("an index needs one int64 begin and one int32 length a sequence");
+    const auto bytes = [](const auto& array) { return reinterpret_cast<const std::byte*>(array.data()); };
+    return {{bytes(begins), bytes(lengths), static_cast<int64_t>(num_sequences),
+             groups ? bytes(*groups) : nullptr, element_bytes},
+            begins,
+            lengths,
+            groups};
+}
+
+/// Raw Arrow buffers, or parts of mapped files, with some rows of a column. Keeps the arrays alive.
 struct PyChunk {
     multipack::Chunk chunk;
     std::optional<Vector<const uint8_t>> offsets;
     std::optional<Vector<const uint8_t>> values;
+    std::shared_ptr<const PyFileIndex> index;
 };
+
+PyChunk make_chunk(int64_t num_rows, std::optional<Vector<const uint8_t>> offsets,
+                   std::optional<Vector<const uint8_t>> values, int64_t first_value, int64_t num_values,
+                   std::shared_ptr<const PyFileIndex> index) {
+    const auto bytes = [](const auto& array) {
+        return array ? reinterpret_cast<const std::byte*>(array->data()) : nullptr;
+    };
+    multipack::Chunk chunk{num_rows, bytes(offsets), bytes(values), first_value, num_values};
+    if (index) chunk.index = index->index;
+    return {chunk, offsets, values, std::move(index)};
+}
 
 struct PyColumn {
     std::vector<PyChunk> chunks;
     multipack::Column column;
 };
 
-PyChunk make_chunk(int64_t num_rows, std::optional<Vector<const uint8_t>> offsets,
-                   std::optional<Vector<const uint8_t>> values, int64_t first_value, int64_t num_values) {
-    const auto bytes = [](const auto& array) {
-        return array ? reinterpret_cast<const std::byte*>(array->data()) : nullptr;
-    };
-    return {{num_rows, bytes(offsets), bytes(values), first_value, num_values}, offsets, values};
-}
-
 /// A column reads raw memory, so the buffers must hold what the chunk says, whatever Python checked before.
 void check_chunk(const PyChunk& chunk, multipack::Element element, int offset_bytes, int64_t row_length) {
-    const auto& [num_rows, offsets, values, first_value, num_values] = chunk.chunk;
+    const auto& [num_rows, offsets, values, first_value, num_values, index] = chunk.chunk;
     if (num_rows < 0 || first_value < 0 || num_values < 0)
         throw std::invalid_argument("a chunk has a negative size or position");
-    if (offset_bytes != 0) {
+    if (index) {
+        if (num_rows > chunk.index->num_rows())
+            throw std::invalid_argument("a chunk of " + std::to_string(num_rows) + " rows has an index of " +
+                                        std::to_string(chunk.index->num_rows()));
+    } else if (offset_bytes != 0) {
         const size_t size = chunk.offsets ? chunk.offsets->shape(0) : 0;
         if (size / offset_bytes < static_cast<uint64_t>(num_rows) + (num_rows > 0))
             throw std::invalid_argument("a chunk of " + std::to_string(num_rows) + " rows has only " +
                                         std::to_string(size) + " bytes of offsets");
     }
-    if (offset_bytes == 0 && row_length > 0 && num_rows > num_values / row_length)
+    if (!index && offset_bytes == 0 && row_length > 0 && num_rows > num_values / row_length)
         throw std::invalid_argument("a chunk of " + std::to_string(num_rows) + " rows of " +
                                     std::to_string(row_length) + " has only " + std::to_string(num_values) +
                                     " values");
@@ -308,9 +342,13 @@ void column_lengths(const PyColumn& self, Vector<const int64_t> rows, Vector<int
 }
 
 void def_gather(nb::module_& module) {
+    nb::class_<PyFileIndex>(module, "FileIndex")
+        .def(nb::new_(&make_file_index), "begins"_a.noconvert(), "lengths"_a.noconvert(),
+             "groups"_a.noconvert().none(), "element_bytes"_a)
+        .def_prop_ro("num_rows", &PyFileIndex::num_rows);
     nb::class_<PyChunk>(module, "Chunk")
         .def(nb::new_(&make_chunk), "num_rows"_a, "offsets"_a.noconvert().none(),
-             "values"_a.noconvert().none(), "first_value"_a, "num_values"_a);
+             "values"_a.noconvert().none(), "first_value"_a, "num_values"_a, "index"_a.none() = nb::none());
     nb::class_<PyColumn>(module, "Column")
         .def(nb::new_(&make_column), "element"_a, "offset_bytes"_a, "row_length"_a, "chunks"_a)
         .def_prop_ro("num_rows", [](const PyColumn& self) { return self.column.num_rows(); })

@@ -4,6 +4,7 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "kernels.h"
 
@@ -44,6 +45,24 @@ Element element_named(std::string_view name) {
 
 int element_bits(Element element) { return std::max(1, 8 * element_bytes[index(element)]); }
 
+std::pair<int64_t, int64_t> FileIndex::row(int64_t row) const {
+    const int64_t first = groups ? load<int64_t>(groups, row) : row;
+    const int64_t last = groups ? load<int64_t>(groups, row + 1) : row + 1;
+    if (first < 0 || last < first || last > num_sequences)
+        throw std::invalid_argument("row " + std::to_string(row) + " is made of the sequences " +
+                                    std::to_string(first) + ".." + std::to_string(last) + " of " +
+                                    std::to_string(num_sequences) + ": the index is corrupt");
+    if (first == last) return {0, 0};
+    const int64_t begin_byte = load<int64_t>(begins, first), last_byte = load<int64_t>(begins, last - 1);
+    if (begin_byte < 0 || begin_byte % element_bytes != 0 || last_byte < begin_byte ||
+        last_byte % element_bytes != 0 || last_byte / element_bytes > INT64_MAX - INT32_MAX)
+        throw std::invalid_argument("row " + std::to_string(row) + " begins at byte " +
+                                    std::to_string(begin_byte) + " and its last sequence at byte " +
+                                    std::to_string(last_byte) + ", with elements of " +
+                                    std::to_string(element_bytes) + " bytes: the index is corrupt");
+    return {begin_byte / element_bytes, last_byte / element_bytes + load<int32_t>(lengths, last - 1)};
+}
+
 Column::Column(Element element, int offset_bytes, int64_t row_length, std::vector<Chunk> chunks)
     : element_(element), offset_bytes_(offset_bytes), row_length_(row_length) {
     int64_t num_rows = 0;
@@ -75,7 +94,9 @@ Slice Column::row(int64_t row) const {
     const Chunk& chunk = chunks_[chunk_index];
     const int64_t local = row - first_rows_[chunk_index];
     int64_t begin, end;
-    if (offset_bytes_ == 0) {
+    if (chunk.index) {
+        std::tie(begin, end) = chunk.index->row(local);
+    } else if (offset_bytes_ == 0) {
         begin = local * row_length_;
         end = begin + row_length_;
     } else {

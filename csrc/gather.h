@@ -6,6 +6,7 @@
 #include <optional>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace multipack {
@@ -34,6 +35,20 @@ Element element_named(std::string_view name);
 
 int element_bits(Element element);
 
+/// Where the documents of a token file lie, as Megatron's index says it: arrays of a file, which may lie at
+/// any address. A row is one sequence, or the sequences groups[row] .. groups[row + 1] where there are
+/// groups.
+struct FileIndex {
+    const std::byte* begins;   ///< int64: first byte of each sequence in the file of values
+    const std::byte* lengths;  ///< int32: elements of each sequence
+    int64_t num_sequences;
+    const std::byte* groups;  ///< int64, one more than there are rows; nullptr: a row is a sequence
+    int64_t element_bytes;
+
+    /// Elements [begin, end) of a row. Throws std::invalid_argument where the index contradicts itself.
+    std::pair<int64_t, int64_t> row(int64_t row) const;
+};
+
 /// Consecutive rows of a column as raw Arrow buffers, which are read where they lie.
 struct Chunk {
     int64_t num_rows;
@@ -42,6 +57,7 @@ struct Chunk {
     const std::byte* values;
     int64_t first_value;  ///< the element of `values` that an offset of 0 (or the first row) means
     int64_t num_values;   ///< elements that may be read from `first_value` on
+    std::optional<FileIndex> index = std::nullopt;  ///< takes the place of `offsets`
 };
 
 /// The elements of one row: `length` of them from element `begin` of `values`.

@@ -148,7 +148,9 @@ def inspect(lengths: NDArray[np.int64], question: Question) -> Inspection:
         seed=question.seed,
         method=question.method,
     )
-    num_bins = len(sampler.plan)
+    plan = sampler.plan
+    assert isinstance(plan, EpochPlan)  # methods that cut rows cannot be asked for here
+    num_bins = len(plan)
     plan_seconds = perf_counter() - started
     dealt = DistributedBatchSampler(
         sampler, num_replicas=question.ranks, rank=0, accumulate=question.accumulate
@@ -186,7 +188,7 @@ def inspect(lengths: NDArray[np.int64], question: Question) -> Inspection:
         padded=_padded(packed, question, num_bins),
         balance=_balance(sampler, question),
         lengths=lengths,
-        plan=sampler.plan,
+        plan=plan,
     )
 
 

@@ -6,6 +6,7 @@ dicts take the same way through a small data set of their own, so both give the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -40,6 +41,8 @@ class _Slots:
     boundaries: npt.NDArray[np.int32] | None = None
     """Where segments begin, and the number of slots; None: no positions are made."""
     first_position: int = 0
+    firsts: npt.NDArray[np.int64] | None = None
+    """Slots whose label nothing predicts; None: the first of each sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +63,10 @@ class _Collator:
         whole_number("ignore_index", self.ignore_index)
 
     def _batch(self, selection: Selection, located: Located, slots: _Slots) -> Batch:
-        columns = selection.dataset.readers
+        columns, located = selection.dataset.read(located)
         check_columns(columns, located)
         batch: Batch = {}
-        num_targets = self._write_tokens(batch, columns, located, slots)
+        num_targets = self._write_tokens(batch, columns, located, slots, selection.dataset.end_token)
         for name, column in columns.scalars.items():
             batch[name] = read_scalars(column, located)
         for name, values in columns.objects.items():
@@ -85,7 +88,9 @@ class _Collator:
         batch["bin_capacity"] = selection.bin_capacity
         return batch
 
-    def _write_tokens(self, batch: Batch, columns: Columns, located: Located, slots: _Slots) -> int:
+    def _write_tokens(
+        self, batch: Batch, columns: Columns, located: Located, slots: _Slots, end_token: int | None
+    ) -> int:
         """Make all tensors of one number a slot; returns the number of labels that are targets."""
 
         def new(name: str, dtype: torch.dtype) -> npt.NDArray[Any]:
@@ -93,21 +98,44 @@ class _Collator:
             return batch[name].numpy()  # type: ignore[no-any-return]
 
         num_slots = slots.shape[0] * slots.shape[1]
-        gather = _core.Gather(located.rows, located.starts, located.lengths, slots.places, num_slots)
+        gather = _core.Gather(located.rows, located.starts, located.stored, slots.places, num_slots)
         tokens = columns.tokens["input_ids"]
         gather.tokens(tokens.reader, new("input_ids", wide(tokens)), self.pad_token_id)
         label_column, masks = label_columns(columns)
         if label_column is not None:
             readers = [columns.tokens[name].reader for name in masks]
             out = new("labels", wide(label_column))
-            gather.labels(label_column.reader, readers, out, self.ignore_index, self.mask_first_label)
+            mask_first = self.mask_first_label and slots.firsts is None
+            gather.labels(label_column.reader, readers, out, self.ignore_index, mask_first)
         for name, column in columns.tokens.items():
             if name not in _NOT_COPIED and name not in masks:
                 gather.tokens(column.reader, new(name, column.dtype), 0)
         if slots.boundaries is not None:
             positions, seq_idx = new("position_ids", torch.int64), new("seq_idx", torch.int32)
             gather.segments(slots.boundaries, positions, seq_idx, slots.first_position, slots.shape[1])
-        return gather.run()
+        num_targets = gather.run()
+        if located.ends is not None:
+            num_targets += self._write_ends(batch, located, slots, end_token, is_target=not masks)
+        if slots.firsts is not None and self.mask_first_label and label_column is not None:
+            firsts = batch["labels"].view(-1)[slots.firsts]
+            num_targets -= int((firsts != self.ignore_index).sum())
+            batch["labels"].view(-1)[slots.firsts] = self.ignore_index
+        return num_targets
+
+    def _write_ends(
+        self, batch: Batch, located: Located, slots: _Slots, end_token: int | None, is_target: bool
+    ) -> int:
+        """The end token of sequences that have one; returns how many of them are targets."""
+        at = (slots.places + located.lengths - 1)[located.ends]
+        batch["input_ids"].view(-1)[at] = end_token
+        if not is_target or "labels" not in batch:
+            return 0
+        if (
+            self.mask_first_label and slots.firsts is None
+        ):  # nothing of its own sequence predicts an end token that stands alone
+            at = at[located.stored[located.ends] > 0]
+        batch["labels"].view(-1)[at] = end_token
+        return len(at)
 
     def _as_selection(self, features: Sequence[Mapping[str, Any]]) -> Selection:
         if not isinstance(features, Selection):
@@ -185,6 +213,8 @@ class PackedCollator(_Collator):
     align_to: int = 1
     """Each sequence takes a multiple of this many slots. Its segment includes the slots after its end (labels
     `ignore_index`), and `cu_seq_lens_real` has the boundaries without them."""
+    boundaries: Literal["document", "bin"] = "document"
+    """What attention and positions know of: each sequence by itself, or all of a "bin" as one, whose first label alone is masked."""
     position_start: int = 0
     """Position of the first token of each sequence; RoBERTa-like models count from `padding_idx + 1`, mostly 2."""
     max_length_to: int | None = None
@@ -201,6 +231,12 @@ class PackedCollator(_Collator):
 
     def __post_init__(self) -> None:
         check_choice("layout", self.layout, ("flat", "rows"))
+        check_choice("boundaries", self.boundaries, ("document", "bin"))
+        if self.boundaries == "bin" and self.align_to != 1:
+            raise ValueError(
+                f"align_to={self.align_to} leaves slots between the sequences of a bin, which boundaries='bin' makes one sequence: use "
+                "one of the two."
+            )
         if self.layout == "rows" and self.pad_to is not None:
             raise ValueError(
                 f"pad_to={self.pad_to!r} is for layout='flat'; rows always have `capacity` slots"
@@ -236,6 +272,8 @@ class PackedCollator(_Collator):
                 slots = _with_padding_cut(slots, shape, int(stored.sum()))
         else:
             slots = self._row_slots(stored, bin_offsets, capacity)
+        if self.boundaries == "bin":
+            slots = _of_bins(slots, bin_offsets)
         batch = self._batch(selection, located, slots)
         if shape:
             self._add_static_segments(batch, slots, shape, located.lengths)
@@ -388,6 +426,15 @@ def _with_padding_cut(slots: _Slots, shape: StaticShape, used: int) -> _Slots:
 
 def _boundaries_of(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+
+def _of_bins(slots: _Slots, bin_offsets: npt.NDArray[np.int64]) -> _Slots:
+    """The same slots with one segment a bin, and one for the padding of a row or of the batch."""
+    assert slots.boundaries is not None
+    firsts = slots.places[bin_offsets[:-1]]
+    inner = np.setdiff1d(slots.places, firsts)
+    kept = slots.boundaries[~np.isin(slots.boundaries, inner)]
+    return dataclasses.replace(slots, boundaries=kept, firsts=firsts)
 
 
 def _check_int32(num_slots: int) -> None:

@@ -105,7 +105,13 @@ def _number_column(
     data_type: pa.DataType, offset_bytes: int, row_length: int, chunks: list[_core.Chunk]
 ) -> NumberColumn:
     # A list of the null type has no values to read: rows that would need them were refused as nulls.
-    element = _ELEMENTS.get(data_type, "int64")
+    return number_column(_ELEMENTS.get(data_type, "int64"), offset_bytes, row_length, chunks)
+
+
+def number_column(
+    element: str, offset_bytes: int, row_length: int, chunks: list[_core.Chunk]
+) -> NumberColumn:
+    """A column of raw chunks; `element` is what they store, named as in numpy."""
     dtype = {"bit": torch.bool, "float": torch.float32}.get(element.rstrip("1234568"), torch.int64)
     return NumberColumn(_core.Column(element, offset_bytes, row_length, chunks), dtype)
 

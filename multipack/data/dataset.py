@@ -8,33 +8,25 @@ with the data (nulls, unequal columns, over-long rows) is found here, before the
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, SupportsIndex, get_args, overload
+from typing import Any, SupportsIndex, TypeVar, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 from torch.utils.data import Dataset
 
-from multipack.arguments import check_choice
-from multipack.data.columns import (
-    Columns,
-    is_list_view,
-    is_number,
-    is_tokens,
-    null_rows,
-    plain,
-    read_numbers,
-    read_tokens,
-)
+from multipack.arguments import check_choice, whole_number
+from multipack.data.columns import Columns
 from multipack.data.overlong import DatasetReport, Overlong, Usable, apply_overlong, log_report
 from multipack.data.packed_rows import PACKED, Sequences, packed_sequences
-from multipack.data.reading import Located, check_equal_lengths, lengths_of, read, read_scalars
-from multipack.data.sources import Source, from_pickle, open_source, rows_to_table, to_pickle
+from multipack.data.part import Parts, append_end, parts_of, with_end
+from multipack.data.reading import Located, lengths_of, read, read_scalars
+from multipack.data.sources import Rows, Source, from_pickle, open_source, rows_to_table, to_pickle
+from multipack.data.tables import read_columns, row_lengths
 from multipack.data.targets import WithoutTargets, targets_of
 
-_ROWS_AT_ONCE = 1 << 20
+Ids = TypeVar("Ids", bound=Sequence[int])
 
 
 class TokenDataset(Dataset[dict[str, Any]]):
@@ -43,7 +35,9 @@ class TokenDataset(Dataset[dict[str, Any]]):
     Args:
         source: a `datasets.Dataset` (memory-mapped or not, selected or shuffled), a `pyarrow.Table` or `RecordBatch`, a
             dict of columns, a list of rows (dicts, or sequences of tokens), or a pair `(values, offsets)` of flat
-            arrays where row i is `values[offsets[i]:offsets[i + 1]]`. Arrow data and arrays are read where they lie.
+            arrays where row i is `values[offsets[i]:offsets[i + 1]]`. Arrow data and arrays are read where they lie. Files of
+            tokens: what `megatron`, `token_file` and `olmo` of `multipack.data.token_files` give. Shards of an object store: what
+            `multipack.data.remote.remote` gives.
         column: the column with the tokens; it is called "input_ids" from here on.
         max_length: longest sequence in tokens, usually the capacity of a bin. None: no bound.
         overlong: what to do with rows above `max_length`. "error"; "truncate" keeps their beginning; "split" makes
@@ -52,6 +46,8 @@ class TokenDataset(Dataset[dict[str, Any]]):
         without_targets: what to do with sequences of which no token is learnt, also because `max_length` cut the targets off:
             "keep" does not look, "drop" leaves them out, "error". Targets are what a collator makes of the columns; the first
             token of a sequence is none. Reads the labels, or the masks, of all rows once.
+        end_token: a token to put behind every row, for data that were tokenised without it. It counts as a token of the row
+            everywhere, `max_length` included. None: rows as they are.
 
     List columns of numbers are token columns and must have the lengths of `column` in every row. Columns of single numbers
     become one number a sequence. Any other column is passed on as Python objects. In tensors integers of any width are
@@ -70,6 +66,8 @@ class TokenDataset(Dataset[dict[str, Any]]):
         TypeError: the source, or the type of `column`, is not one of those above.
     """
 
+    end_token: int | None
+    """Token behind every row that no column holds; None: none."""
     columns: tuple[str, ...]
     """Names of all columns read, "input_ids" first."""
     lengths: npt.NDArray[Any]
@@ -87,14 +85,19 @@ class TokenDataset(Dataset[dict[str, Any]]):
         overlong: Overlong = "error",
         columns: Sequence[str] | None = None,
         without_targets: WithoutTargets = "keep",
+        end_token: int | None = None,
     ) -> None:
         check_choice("without_targets", without_targets, get_args(WithoutTargets))
         self._column = column
         self._wanted = columns
+        self.end_token = None if end_token is None else whole_number("end_token", end_token, 0)
         opened = self._open(source)
-        lengths = _read_lengths(self._readers, opened)
+        lengths = row_lengths(self._readers, opened)
         self.num_rows = len(lengths)
         packed = packed_sequences(self._boundaries, lengths, opened.index_map)
+        self._check_end_and_targets(packed is not None, without_targets)
+        if self.end_token is not None:
+            lengths = with_end(lengths)
         usable = apply_overlong(lengths if packed is None else packed.lengths, max_length, overlong)
         self._rows, self._starts, self.lengths, self.report = (
             usable if packed is None else _inside(usable, packed)
@@ -102,7 +105,7 @@ class TokenDataset(Dataset[dict[str, Any]]):
         self._table_rows = _table_rows(self._rows, opened.index_map)
         if without_targets != "keep":
             self._leave_out(
-                targets_of(self._readers, self.locate(np.arange(len(self)))), error=without_targets == "error"
+                targets_of(*self.read(self.locate(np.arange(len(self))))), error=without_targets == "error"
             )
             self._table_rows = _table_rows(self._rows, opened.index_map)
         log_report(self.report, overlong, max_length)
@@ -155,17 +158,64 @@ class TokenDataset(Dataset[dict[str, Any]]):
     def _open(self, source: Any) -> Source:
         opened = open_source(source, self._column, self._wanted)
         self._origin = opened.origin
-        self._readers = _read_columns(opened, self._column)
+        self._elsewhere: Rows | None = opened.rows
+        self._readers = Columns() if opened.rows is not None else read_columns(opened, self._column)
         self._boundaries = {
             name: self._readers.tokens.pop(name) for name in PACKED if name in self._readers.tokens
         }
-        self.columns = (*self._readers.tokens, *self._readers.scalars, *self._readers.objects)
+        here = (*self._readers.tokens, *self._readers.scalars, *self._readers.objects)
+        self.columns = here if opened.rows is None else opened.rows.names
         return opened
+
+    def _check_end_and_targets(self, is_packed: bool, without_targets: WithoutTargets) -> None:
+        if self.end_token is not None and (is_packed or without_targets != "keep"):
+            raise ValueError(
+                f"end_token={self.end_token} ends rows, and does not go with "
+                + ("rows that were packed before" if is_packed else f"without_targets={without_targets!r}")
+                + ": put it into the rows when they are tokenised."
+            )
+        if without_targets != "keep" and self._elsewhere is not None and "labels" in self.columns:
+            raise ValueError(
+                f"without_targets={without_targets!r} would read all labels, which lie in a store or in files: drop such rows when they are "
+                "written."
+            )
 
     @property
     def readers(self) -> Columns:
-        """The columns, for the collator."""
+        """The columns that lie here; none where rows lie elsewhere, see `read`."""
         return self._readers
+
+    def read(self, located: Located) -> tuple[Columns, Located]:
+        """The columns that hold some sequences, and where in them. Waits for a store, where the rows lie in one."""
+        columns = self._readers
+        if self._elsewhere is not None:
+            columns, rows = self._elsewhere.read(located.rows)
+            located = located._replace(rows=rows)
+        if self.end_token is not None:
+            held = lengths_of(columns.tokens["input_ids"], located.rows)
+            starts = 0 if located.starts is None else located.starts
+            located = located._replace(ends=starts + located.lengths > held)
+        return columns, located
+
+    def read_ahead(self, batches: Iterator[Ids]) -> Iterator[Ids]:
+        """The same batches of ids. Where the rows lie in a store, some are taken early so that they can be fetched meanwhile."""
+        if self._elsewhere is None:
+            return batches
+        return self._elsewhere.read_ahead(batches, self._rows_of)
+
+    def _rows_of(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        numbers = np.array(ids, np.int64)
+        return numbers if self._table_rows is None else self._table_rows[numbers]
+
+    @property
+    def shuffle_block(self) -> int:
+        """Neighbours to permute as a whole, so that batches touch few blocks of a store; 1 where rows lie here."""
+        return 1 if self._elsewhere is None else self._elsewhere.shuffle_block
+
+    @property
+    def elsewhere(self) -> Rows | None:
+        """Rows that are no Arrow table: of mapped files, or of a store; None otherwise."""
+        return self._elsewhere
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
@@ -183,19 +233,13 @@ class TokenDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
         """One sequence: int64, float32 or bool tensors of shape [length], scalars of shape [], objects as they are."""
         number = operator.index(index)
-        selection = self.__getitems__([number + len(self) if number < 0 else number])
-        located = selection.locate()
-        row: dict[str, Any] = {name: read(column, located) for name, column in self._readers.tokens.items()}
-        for name, column in self._readers.scalars.items():
-            row[name] = read_scalars(column, located)[0]
-        for name, values in self._readers.objects.items():
-            row[name] = values[int(located.rows[0])].as_py()
-        return row
+        return self.__getitems__([number + len(self) if number < 0 else number]).only()
 
     def __getitems__(self, ids: Sequence[int]) -> Selection:
         """The sequences with these ids, in this order. Nothing is read before the collator reads it.
 
-        `ids` may carry `bin_offsets`, `bin_capacity`, `repeated` and `groups`, as the batches of our samplers do.
+        `ids` may carry `bin_offsets`, `bin_capacity`, `repeated` and `groups`, as the batches of our samplers do, and may be `Part`s of
+        rows.
         """
         given = np.array(ids)
         if given.size and given.dtype.kind not in "iu":
@@ -206,9 +250,15 @@ class TokenDataset(Dataset[dict[str, Any]]):
             raise IndexError(f"sequence {wrong} is outside 0..{len(self) - 1}")
         bin_offsets = getattr(ids, "bin_offsets", (0, len(numbers)))
         repeated, bin_capacity = getattr(ids, "repeated", False), getattr(ids, "bin_capacity", 0)
-        groups = getattr(ids, "groups", None)
+        groups, parts = getattr(ids, "groups", None), parts_of(ids, self.lengths)
         return Selection(
-            self, numbers, bin_offsets, repeated=repeated, bin_capacity=bin_capacity, groups=groups
+            self,
+            numbers,
+            bin_offsets,
+            repeated=repeated,
+            bin_capacity=bin_capacity,
+            groups=groups,
+            parts=parts,
         )
 
     def locate(self, ids: npt.NDArray[np.int64]) -> Located:
@@ -226,7 +276,7 @@ class TokenDataset(Dataset[dict[str, Any]]):
         state = {
             name: value
             for name, value in self.__dict__.items()
-            if name not in ("_readers", "_boundaries", "_table_rows")
+            if name not in ("_readers", "_elsewhere", "_boundaries", "_table_rows")
         }
         return state | {"_origin": to_pickle(self._origin)}
 
@@ -238,7 +288,7 @@ class TokenDataset(Dataset[dict[str, Any]]):
 class Selection(Sequence[dict[str, Any]]):
     """The sequences of one batch: a data set and row ids. A collator reads it at once, others row by row."""
 
-    __slots__ = ("bin_capacity", "bin_offsets", "dataset", "groups", "ids", "repeated")
+    __slots__ = ("bin_capacity", "bin_offsets", "dataset", "groups", "ids", "parts", "repeated")
 
     def __init__(
         self,
@@ -249,6 +299,7 @@ class Selection(Sequence[dict[str, Any]]):
         repeated: bool = False,
         bin_capacity: int = 0,
         groups: Sequence[int] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self.dataset = dataset
         self.ids = ids
@@ -260,10 +311,28 @@ class Selection(Sequence[dict[str, Any]]):
         """The batch repeats another one to give every rank a batch; its labels must not count."""
         self.groups = groups
         """The group of each sequence, where some had to stay together."""
+        self.parts = parts
+        """Which tokens of each row are meant; None: all."""
 
     def locate(self) -> Located:
         """Where the collator finds the sequences."""
-        return self.dataset.locate(self.ids)
+        located = self.dataset.locate(self.ids)
+        if self.parts is None:
+            return located
+        starts = self.parts.starts if located.starts is None else located.starts + self.parts.starts
+        return located._replace(starts=starts, lengths=self.parts.lengths)
+
+    def only(self) -> dict[str, Any]:
+        """The sequence of a selection of one."""
+        columns, located = self.dataset.read(self.locate())
+        row: dict[str, Any] = {name: read(column, located) for name, column in columns.tokens.items()}
+        if located.ends is not None and located.ends[0]:
+            append_end(row, self.dataset.end_token)
+        for name, column in columns.scalars.items():
+            row[name] = read_scalars(column, located)[0]
+        for name, values in columns.objects.items():
+            row[name] = values[int(located.rows[0])].as_py()
+        return row
 
     def source_rows(self) -> npt.NDArray[np.int64]:
         """Row of the source of each sequence, int64, shape [num_sequences]."""
@@ -278,8 +347,10 @@ class Selection(Sequence[dict[str, Any]]):
     def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
         if isinstance(index, slice):
-            return [self.dataset[i] for i in self.ids[index]]
-        return self.dataset[self.ids[index]]
+            return [self[i] for i in range(*index.indices(len(self)))]
+        one = [range(len(self))[index]]
+        parts = None if self.parts is None else Parts(self.parts.starts[one], self.parts.lengths[one])
+        return Selection(self.dataset, self.ids[one], (0, 1), parts=parts).only()
 
 
 def _inside(usable: Usable, packed: Sequences) -> Usable:
@@ -287,69 +358,6 @@ def _inside(usable: Usable, packed: Sequences) -> Usable:
     chosen = slice(None) if usable.rows is None else usable.rows
     starts = packed.starts[chosen] + (0 if usable.starts is None else usable.starts)
     return usable._replace(rows=packed.rows[chosen], starts=starts)
-
-
-def _read_columns(source: Source, column: str) -> Columns:
-    columns = Columns()
-    for name in source.table.column_names:
-        values = plain(source.table.column(name))
-        if name == column and pa.types.is_null(values.type):
-            values = pa.chunked_array([pa.nulls(len(values), pa.list_(pa.null()))])
-        key = "input_ids" if name == column else name
-        if is_list_view(values.type):
-            raise TypeError(
-                f"column {name!r} is a {values.type}, whose rows may share values. Make it a list: "
-                "pa.LargeListArray.from_arrays(offsets summed from list_value_length, array.flatten())."
-            )
-        if is_tokens(values.type):
-            _refuse_nulls(name, null_rows(values), source)
-            columns.tokens[key] = read_tokens(values)
-        elif name == column:
-            raise TypeError(
-                f"column {name!r} is a {values.type}; it must be a list of numbers, one a token, in each row"
-            )
-        elif is_number(values.type):
-            _refuse_nulls(name, null_rows(values), source)
-            columns.scalars[key] = read_numbers(values)
-        else:
-            columns.objects[key] = values
-    if column != "input_ids" and "input_ids" in source.table.column_names:
-        raise ValueError(
-            f"{column!r} becomes 'input_ids', but there is another column of this name: leave it out by `columns`"
-        )
-    return columns
-
-
-def _refuse_nulls(name: str, nulls: npt.NDArray[np.int64], source: Source) -> None:
-    if source.index_map is not None and len(nulls):
-        nulls = np.flatnonzero(np.isin(source.index_map, nulls))
-    if len(nulls):
-        raise ValueError(
-            f"row {nulls[0]} of column {name!r} is null or holds a null ({len(nulls)} such rows): it has no token or number "
-            "to train on. Filter these rows out or fill them."
-        )
-
-
-def _read_lengths(columns: Columns, source: Source) -> npt.NDArray[Any]:
-    """Length of every row of the source, after checking that all token columns agree. Reads offsets, no values."""
-    lengths: npt.NDArray[Any] = np.empty(source.num_rows, np.uint16)
-    for first in range(0, source.num_rows, _ROWS_AT_ONCE):
-        last = min(first + _ROWS_AT_ONCE, source.num_rows)
-        rows = np.arange(first, last) if source.index_map is None else source.index_map[first:last]
-        block = lengths_of(columns.tokens["input_ids"], rows)
-        for name, column in columns.tokens.items():
-            if name != "input_ids":
-                check_equal_lengths(name, block, lengths_of(column, rows), first)
-        lengths = _widen(lengths, int(block.max()))
-        lengths[first:last] = block
-    return lengths
-
-
-def _widen(lengths: npt.NDArray[Any], longest: int) -> npt.NDArray[Any]:
-    for dtype in (np.uint16, np.uint32):
-        if longest <= np.iinfo(dtype).max:
-            return lengths.astype(np.promote_types(lengths.dtype, dtype), copy=False)
-    return lengths.astype(np.int64, copy=False)
 
 
 def _table_rows(

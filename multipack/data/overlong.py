@@ -88,7 +88,7 @@ def apply_overlong(lengths: npt.NDArray[Any], max_length: int | None, overlong: 
     if rows is None and not lengths.all():
         rows = np.flatnonzero(lengths)
         lengths = lengths[rows]
-    lengths = _narrow(lengths)
+    lengths = narrow(lengths)
     num_tokens = int(lengths.sum(dtype=np.int64))
     report = DatasetReport(
         num_sequences=len(lengths),
@@ -112,7 +112,8 @@ def _split(
     return rows, starts, np.minimum(whole[rows] - starts, max_length)
 
 
-def _narrow(lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def narrow(lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same lengths in the smallest of uint16, uint32 and their own dtype that fits."""
     longest = int(lengths.max()) if len(lengths) else 0
     for dtype in (np.uint16, np.uint32):
         if longest <= np.iinfo(dtype).max:

@@ -20,14 +20,22 @@ class Located(NamedTuple):
     starts: npt.NDArray[np.int64] | None
     """First token of the row that belongs to the sequence; None: 0 everywhere."""
     lengths: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.bool_] | None = None
+    """Whether the last token of the sequence is the end token, which no column holds; None: nowhere."""
+
+    @property
+    def stored(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sequence that columns hold."""
+        return self.lengths if self.ends is None else self.lengths - self.ends
 
 
 def read(column: NumberColumn, located: Located) -> torch.Tensor:
     """The tokens of all sequences, one after the other: shape [sum of lengths]."""
-    ends = np.cumsum(located.lengths)
+    lengths = located.stored
+    ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     out = torch.empty(total, dtype=column.dtype)
-    gather = _core.Gather(located.rows, located.starts, located.lengths, ends - located.lengths, total)
+    gather = _core.Gather(located.rows, located.starts, lengths, ends - lengths, total)
     gather.tokens(column.reader, out.numpy(), 0)
     gather.run()
     return out

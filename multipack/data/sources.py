@@ -7,18 +7,55 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from multipack.data.columns import Columns
+
+_Item = TypeVar("_Item")
+
 _ROWS_PER_CHUNK = 8192
 _MAX_INT32 = 2**31 - 1
+
+
+class Rows(Protocol):
+    """Rows that are no Arrow table in memory: of files that are mapped, or of a store."""
+
+    lengths: npt.NDArray[Any]
+    """Tokens of each row; uint16, uint32 or int64."""
+    documents: npt.NDArray[np.int64] | None
+    """Rows that belong to the data set; None: all."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Columns as batches have them, "input_ids" first."""
+
+    @property
+    def shuffle_block(self) -> int:
+        """Neighbours that lie together: what to permute as a whole."""
+
+    def read(self, rows: npt.NDArray[np.int64]) -> tuple[Columns, npt.NDArray[np.int64]]:
+        """Columns that hold these rows, and the number of each row in them."""
+
+    def read_ahead(
+        self, items: Iterator[_Item], rows_of: Callable[[_Item], npt.NDArray[np.int64]]
+    ) -> Iterator[_Item]:
+        """The same items, of which some are taken early to see which rows come."""
+
+
+@runtime_checkable
+class Files(Protocol):
+    """What opens to rows; pickles as paths or URLs."""
+
+    def open_rows(self, column: str, columns: Sequence[str] | None) -> Rows:
+        """The rows, with the columns named."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +65,15 @@ class Source:
     table: pa.Table
     index_map: npt.NDArray[np.int64] | None
     origin: Any
-    """What opens to the same table again: a `datasets.Dataset`, a pair of arrays, or the table."""
+    """What opens to the same table again: a `datasets.Dataset`, a pair of arrays, the table, or the files of `rows`."""
+    rows: Rows | None = None
+    """Rows that are no Arrow table; the table is then empty."""
 
     @property
     def num_rows(self) -> int:
-        return int(self.table.num_rows if self.index_map is None else len(self.index_map))
+        if self.index_map is not None:
+            return len(self.index_map)
+        return int(self.table.num_rows) if self.rows is None else len(self.rows.lengths)
 
 
 def open_source(source: Any, column: str, columns: Sequence[str] | None) -> Source:
@@ -42,6 +83,9 @@ def open_source(source: Any, column: str, columns: Sequence[str] | None) -> Sour
         TypeError: `source` is nothing that is read in place; the message names the remedy.
         ValueError: a column is missing, or rows have different keys.
     """
+    if isinstance(source, Files):
+        rows = source.open_rows(column, columns)
+        return Source(pa.table({}), rows.documents, source, rows)
     if _is_dataset(source):
         return _open_dataset(source, column, columns)
     if isinstance(source, tuple) and len(source) == 2:

@@ -7,9 +7,10 @@ repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from multipack.order.batch import BatchIndices
 from multipack.order.cursor import Cursor
 from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 
@@ -55,13 +56,22 @@ class Feed(Protocol):
 class SamplerFeed:
     """Ids of our samplers, whose batches carry their marks and whose cursor is their own."""
 
-    def __init__(self, sampler: MultipackBatchSampler | DistributedBatchSampler) -> None:
+    def __init__(
+        self,
+        sampler: MultipackBatchSampler | DistributedBatchSampler,
+        ahead: Callable[[Iterator[BatchIndices]], Iterator[BatchIndices]] | None = None,
+    ) -> None:
+        """`ahead` gives the same batches, and takes some of them early to see which rows come."""
         self.source = sampler
         self.cursor = sampler.cursor
+        self._ahead = ahead
 
     def open(self) -> Pass:
         number, place = self.cursor.begin()
-        return Pass(number, ((ids, ids.after) for ids in self.source.read(place)))
+        batches = self.source.read(place)
+        if self._ahead is not None:
+            batches = self._ahead(batches)
+        return Pass(number, ((ids, ids.after) for ids in batches))
 
     def is_last(self, mark: Any) -> bool:
         return bool(mark.batches == mark.micro_steps == 0)

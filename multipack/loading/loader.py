@@ -247,7 +247,9 @@ class DataLoader(TorchDataLoader[T_co]):
         if is_stream(self.dataset):
             return StreamFeed(source, self._read_stream())
         if isinstance(source, MultipackBatchSampler | DistributedBatchSampler):
-            return SamplerFeed(source)
+            return SamplerFeed(
+                source, self.dataset.read_ahead if isinstance(self.dataset, TokenDataset) else None
+            )
         return TorchSamplerFeed(source, self.generator)
 
     def _open(self, feed: Feed, copier: DeviceCopier | None) -> Source:

@@ -27,7 +27,8 @@ def packed_dataloader(source: Any, capacity: int, **options: Any) -> DataLoader[
             `prefetch_batches`, `device`, `pin_memory`, ...).
 
     `together` may be the name of a column: rows with equal values share a bin, and `batch["group"]` numbers them; given as an array it
-    holds a key for each row of the source. `max_length` is `capacity` where it is not given, and `num_workers` is 1. The loader's `len` is exact, and the same on every rank.
+    holds a key for each row of the source. `max_length` is `capacity` where it is not given (None under
+    method="concat", which cuts rows itself), and `num_workers` is 1. The loader's `len` is exact, and the same on every rank.
 
     Raises:
         TypeError: an option that no part takes; names the nearest one.
@@ -42,10 +43,13 @@ def packed_dataloader(source: Any, capacity: int, **options: Any) -> DataLoader[
             )
         dataset = source
     else:
-        dataset = TokenDataset(source, **{"max_length": capacity} | data)
+        bound = None if sampler.get("method") == "concat" else capacity
+        dataset = TokenDataset(source, **{"max_length": bound} | data)
     if sampler.get("together") is not None:
         sampler["together"] = groups_of(dataset, sampler["together"])
-    batch_sampler = MultipackBatchSampler(dataset.lengths, capacity, **sampler)
+    batch_sampler = MultipackBatchSampler(
+        dataset.lengths, capacity, **{"shuffle_block": dataset.shuffle_block} | sampler
+    )
     return DataLoader(
         dataset,
         batch_sampler=DistributedBatchSampler(batch_sampler, **dealing),

@@ -20,8 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from multipack.arguments import whole_number
+from multipack.data.part import Part
 from multipack.order.balance import batch_cost
 from multipack.order.batch import BatchIndices, LeftOut
+from multipack.order.concat import ConcatPlan
 from multipack.order.plan import EpochPlan
 
 Rows = NDArray[np.int64]
@@ -104,7 +106,9 @@ def count_batches(order: Order, start: int, most: int) -> int:
 class BinOrder(Order):
     """Batches of `bins_per_batch` neighbouring bins of a plan; only windows that are asked for are planned."""
 
-    def __init__(self, plan: EpochPlan, bins_per_batch: int = 1, drop_last: bool = False) -> None:
+    def __init__(
+        self, plan: EpochPlan | ConcatPlan, bins_per_batch: int = 1, drop_last: bool = False
+    ) -> None:
         self.plan = plan
         self.bins_per_batch = whole_number("bins_per_batch", bins_per_batch, 1)
         self.drop_last = bool(drop_last)
@@ -137,8 +141,7 @@ class BinOrder(Order):
 
     def batch(self, i: int) -> BatchIndices:
         size = self.bins_per_batch
-        bins = self.plan.bins(i * size, (i + 1) * size)
-        batch = BatchIndices.of_bins((rows.tolist() for rows in bins), bin_capacity=self.capacity)
+        batch = BatchIndices.of_bins(self.plan.ids(i * size, (i + 1) * size), bin_capacity=self.capacity)
         if self.plan.groups is not None:
             batch.groups = tuple(self.plan.groups.of(batch).tolist())
         return batch
@@ -150,17 +153,18 @@ class BinOrder(Order):
         return summed
 
     def length_of(self, row: int) -> int:
-        return int(self.plan.lengths[row])
+        return row.length if isinstance(row, Part) else int(self.plan.lengths[row])
 
     def size_of(self, batch: BatchIndices) -> LeftOut:
-        return LeftOut(len(batch), int(self.plan.lengths[list(batch)].sum(dtype=np.int64)))
+        return LeftOut(len(batch), sum(map(self.length_of, batch)))
 
     @property
     def left_out(self) -> LeftOut:
         if not self.drop_last:
             return LeftOut()
-        bins = self.plan.bins(len(self) * self.bins_per_batch, len(self.plan))
-        return self.size_of(BatchIndices.of_bins(rows.tolist() for rows in bins))
+        return self.size_of(
+            BatchIndices.of_bins(self.plan.ids(len(self) * self.bins_per_batch, len(self.plan)))
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -115,7 +115,8 @@ class EpochPlan:
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
         self.num_slots = self._count_slots()
         self._digest: list[str] = []  # shared by the plans of all epochs
-        self._edges = self._cut()
+        window_tokens = self.window_bins * self.capacity
+        self._edges = window_edges(len(self._items), self.num_slots, window_tokens, self.shuffle_block)
         # Invariant: _ends[w] is the exact number of bins before window w, for as many windows as were planned in a row.
         self._ends = [0]
         self._cache: OrderedDict[int, WindowPlan] = OrderedDict()
@@ -185,6 +186,10 @@ class EpochPlan:
         those before it whose number of bins is not yet known."""
         return [plan.rows[plan.offsets[b] : plan.offsets[b + 1]] for plan, b in self._locate(start, stop)]
 
+    def ids(self, start: int, stop: int) -> list[list[int]]:
+        """Bins start..stop-1 as batches carry them: Python's ints."""
+        return [rows.tolist() for rows in self.bins(start, stop)]
+
     def costs(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens and sums of squared lengths of bins start..stop-1, both of aligned lengths."""
         found = self._locate(start, stop)
@@ -199,9 +204,11 @@ class EpochPlan:
             if isinstance(self.method, str)
             else getattr(self.method, "__qualname__", repr(type(self.method)))
         )
+        if not self._digest:
+            self._digest.append(digest_of(self.lengths))
         inputs = {
             "num_sequences": self.num_rows,
-            "lengths": self._lengths_digest(),
+            "lengths": self._digest[0],
             "capacity": self.capacity,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -218,15 +225,6 @@ class EpochPlan:
     def fingerprint(self) -> str:
         """The inputs and the epoch as canonical JSON."""
         return json.dumps({**self.inputs(), "epoch": self.epoch}, sort_keys=True)
-
-    def _lengths_digest(self) -> str:
-        """Digest of the lengths that does not depend on their dtype."""
-        if not self._digest:
-            digest = hashlib.blake2b(digest_size=16)
-            for start in range(0, self.num_rows, 1 << 20):
-                digest.update(self.lengths[start : start + (1 << 20)].astype("<i4").tobytes())
-            self._digest.append(digest.hexdigest())
-        return self._digest[0]
 
     def _packed_items(self) -> tuple[NDArray[Any], int | None]:
         """Tokens of what is packed, rows or groups, and how many of these a bin may hold."""
@@ -245,19 +243,6 @@ class EpochPlan:
         blocks = range(0, self.num_rows if self.align_to > 1 else 0, 1 << 20)
         sums = (self._stored(self.lengths[start : start + (1 << 20)]).sum(dtype=np.int64) for start in blocks)
         return sum(map(int, sums)) if self.align_to > 1 else self.num_tokens
-
-    def _cut(self) -> list[int]:
-        """Positions of rows or groups where windows start: windows of nearly equal size, at multiples of the block."""
-        num_items = len(self._items)
-        if num_items == 0:
-            return [0]
-        items_per_window = max(
-            1, round(self.window_bins * self.capacity * num_items / max(self.num_slots, 1))
-        )
-        num_windows = max(1, round(num_items / items_per_window))
-        block = self.shuffle_block
-        edges = {min(num_items, num_items * w // num_windows // block * block) for w in range(num_windows)}
-        return [*sorted(edges), num_items]
 
     def _window_of(self, w: int) -> WindowPlan:
         """The plan of window `w`, from the cache or made now. Threads may plan the same window twice, never half."""
@@ -330,6 +315,24 @@ class EpochPlan:
             found += [(plan, b) for b in range(position - first, last - first)]
             position = last
         return found
+
+
+def digest_of(lengths: NDArray[Any]) -> str:
+    """Digest of lengths that does not depend on their dtype."""
+    digest = hashlib.blake2b(digest_size=16)
+    for start in range(0, len(lengths), 1 << 20):
+        digest.update(lengths[start : start + (1 << 20)].astype("<i4").tobytes())
+    return digest.hexdigest()
+
+
+def window_edges(num_items: int, num_tokens: int, window_tokens: int, block: int) -> list[int]:
+    """Positions of rows or groups where windows start, and their number: windows of nearly equal size, at multiples of the block."""
+    if num_items == 0:
+        return [0]
+    items_per_window = max(1, round(window_tokens * num_items / max(num_tokens, 1)))
+    num_windows = max(1, round(num_items / items_per_window))
+    edges = {min(num_items, num_items * w // num_windows // block * block) for w in range(num_windows)}
+    return [*sorted(edges), num_items]
 
 
 def window_seed(seed: int, epoch: int, salt: int) -> int:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
-from multipack.arguments import whole_number
+from multipack.arguments import check_choice, whole_number
 from multipack.distributed import check_rank_unchanged, rank_and_world_size
 from multipack.frameworks import EpochForwarder, check_not_dealt_again, refuse_rebuilding
 from multipack.order.balance import BalanceMode
 from multipack.order.batch import BatchIndices, Place
+from multipack.order.concat import Boundaries, ConcatPlan
 from multipack.order.cursor import Cursor
 from multipack.order.dealing import Dealing, Tail
 from multipack.order.groups import Groups
@@ -159,7 +160,10 @@ class MultipackBatchSampler(OrderSampler):
         lengths: token counts of the rows, shape [num_rows], each in 1..capacity.
         capacity: token slots of a bin.
         bins_per_batch: bins that one rank collates at once.
-        shuffle, seed, method, window, shuffle_block, max_sequences_per_bin, together: as for `EpochPlan`.
+        method: as for `EpochPlan`; or "concat", which lays rows end to end and cuts bins anywhere, see `ConcatPlan`. Lengths may
+            then be above the capacity.
+        boundaries: under "concat", what attention sees: each "document", or the "bin". For `balance` alone; the collator's makes it.
+        shuffle, seed, window, shuffle_block, max_sequences_per_bin, together: as for `EpochPlan`.
         drop_last: leave out a last batch of fewer than `bins_per_batch` bins.
 
     Raises:
@@ -177,24 +181,29 @@ class MultipackBatchSampler(OrderSampler):
         bins_per_batch: int = 1,
         shuffle: bool = True,
         seed: int = 0,
-        method: PackMethod = "auto",
+        method: PackMethod | Literal["concat"] = "auto",
+        boundaries: Boundaries = "document",
         drop_last: bool = False,
         max_sequences_per_bin: int | None = None,
         window: int | None = None,
         shuffle_block: int = 1,
         together: Groups | ArrayLike | None = None,
     ) -> None:
-        plan = EpochPlan(
-            lengths,
-            capacity,
-            seed=seed,
-            shuffle=shuffle,
-            method=method,
-            window=window,
-            shuffle_block=shuffle_block,
-            max_sequences_per_bin=max_sequences_per_bin,
-            together=together,
-        )
+        shared: dict[str, Any] = dict(seed=seed, shuffle=shuffle, window=window, shuffle_block=shuffle_block)
+        plan: EpochPlan | ConcatPlan
+        if method == "concat":
+            _check_unlimited(max_sequences_per_bin, together)
+            plan = ConcatPlan(lengths, capacity, boundaries=boundaries, **shared)
+        else:
+            _check_documents(boundaries)
+            plan = EpochPlan(
+                lengths,
+                capacity,
+                method=method,
+                max_sequences_per_bin=max_sequences_per_bin,
+                together=together,
+                **shared,
+            )
         if plan.num_rows == 0:
             raise ValueError(
                 "there are no sequences to pack: every epoch would be empty and training would do nothing. "
@@ -211,7 +220,7 @@ class MultipackBatchSampler(OrderSampler):
         self.drop_last = order.drop_last
 
     @property
-    def plan(self) -> EpochPlan:
+    def plan(self) -> EpochPlan | ConcatPlan:
         """The plan of the current epoch."""
         assert isinstance(self.order, BinOrder)
         return self.order.plan
@@ -401,6 +410,19 @@ def check_fingerprint(state: Any, fingerprint: str) -> None:
         f"the state belongs to another order of the data: {', '.join(differing)}. Resuming would repeat or lose rows: "
         "build the sampler with the same inputs, or start without the state."
     )
+
+
+def _check_unlimited(max_sequences_per_bin: int | None, together: object) -> None:
+    given = {"max_sequences_per_bin": max_sequences_per_bin, "together": together}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} does not go with method='concat', which fills every bin whatever it holds: leave it out, or use another method."
+            )
+
+
+def _check_documents(boundaries: Boundaries) -> None:
+    check_choice("boundaries", boundaries, get_args(Boundaries))
 
 
 def _order_of(batch_sampler: Any) -> Order:
