@@ -288,7 +288,7 @@ class TokenDataset(Dataset[dict[str, Any]]):
 class Selection(Sequence[dict[str, Any]]):
     """The sequences of one batch: a data set and row ids. A collator reads it at once, others row by row."""
 
-    __slots__ = ("bin_capacity", "bin_offsets", "dataset", "groups", "ids", "parts", "repeated")
+    __slots__ = ("bin_capacity", "bin_offsets", "dataset", "groups", "ids", "numbers", "parts", "repeated")
 
     def __init__(
         self,
@@ -307,6 +307,8 @@ class Selection(Sequence[dict[str, Any]]):
         """Boundaries of the bins in `ids`: bin b holds ids[bin_offsets[b]:bin_offsets[b + 1]]."""
         self.bin_capacity = bin_capacity
         """Token slots of each bin; 0 where nothing was packed."""
+        self.numbers: npt.NDArray[np.int64] | None = None
+        """Row of a stream of each sequence, whose batches are data sets of their own."""
         self.repeated = repeated
         """The batch repeats another one to give every rank a batch; its labels must not count."""
         self.groups = groups
@@ -336,7 +338,7 @@ class Selection(Sequence[dict[str, Any]]):
 
     def source_rows(self) -> npt.NDArray[np.int64]:
         """Row of the source of each sequence, int64, shape [num_sequences]."""
-        return self.dataset.source_rows(self.ids)
+        return self.dataset.source_rows(self.ids) if self.numbers is None else self.numbers
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -8,17 +8,19 @@ epoch, and no gradient is left over for the next one.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
+import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers.trainer
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
@@ -29,6 +31,8 @@ from multipack.loading.loader import DataLoader
 from multipack.loading.packed import packed_dataloader
 from multipack.order.sampler import DistributedBatchSampler
 from multipack.order.stream import StreamPacker
+
+_logger = logging.getLogger(__name__)
 
 _COLUMNS = ("labels", "loss_mask", "assistant_masks", "assistant_mask", "completion_mask", "attention_mask")
 
@@ -75,6 +79,7 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         self._evaluated = (0.0, 0)
         self._verified = False
         super().__init__(*args, **kwargs)
+        self.add_callback(_SavedDealing(self))
 
     def get_train_dataloader(self) -> Any:
         """The loader over `train_dataset`: this rank's packed batches, in another order each epoch."""
@@ -186,6 +191,8 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         )
         if self._epochs is None or resume_from_checkpoint is None:
             return trained
+        if not self.args.ignore_data_skip:
+            _check_dealing(Path(resume_from_checkpoint), self._dealing())
         epoch, steps = self._epochs.place_of(self.state.global_step)
         return epoch, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
 
@@ -196,6 +203,14 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
             train_dataloader.set_epoch(epoch)  # before the Trainer skips into it
         with _keeping_the_loader():
             super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **values)
+
+    def _dealing(self) -> dict[str, int]:
+        """What the number of a step refers to."""
+        return {
+            "num_replicas": self.args.world_size,
+            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
+            "per_device_train_batch_size": self._train_batch_size,
+        }
 
     def _packed_loader(self, dataset: Any, **options: Any) -> DataLoader[Any]:
         if self.args.n_gpu > 1:
@@ -212,6 +227,9 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
                 "packing={'rank': ..., 'num_replicas': ...}."
             )
         options["num_workers"] = self.args.dataloader_num_workers or 1
+        hidden_size = getattr(self.model.config.get_text_config(), "hidden_size", None)
+        if hidden_size is not None:
+            options["hidden_size"] = hidden_size
         return packed_dataloader(
             self._token_dataset(dataset), self.capacity, **options | self._loader_options
         )
@@ -262,9 +280,7 @@ class _Epochs:
     """Batches and optimizer steps of each epoch, for this rank as for all."""
 
     def __init__(self, sampler: DistributedBatchSampler, accumulate: int) -> None:
-        # A copy, so that looking at another epoch moves nobody's place.
-        self._sampler = copy.copy(sampler)
-        self._sampler.batch_sampler = copy.copy(sampler.batch_sampler)
+        self._sampler = sampler
         self._accumulate = accumulate
         self._num_batches: dict[int, int] = {}
 
@@ -276,8 +292,7 @@ class _Epochs:
 
     def num_batches(self, epoch: int) -> int:
         if epoch not in self._num_batches:
-            self._sampler.set_epoch(epoch)
-            self._num_batches[epoch] = len(self._sampler)
+            self._num_batches[epoch] = self._sampler.num_batches(epoch)
         return self._num_batches[epoch]
 
     def num_steps(self, epoch: int) -> int:
@@ -305,6 +320,44 @@ class _Epochs:
         return epoch + (rest > 0)
 
 
+class _SavedDealing(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Writes beside a checkpoint what its number of steps refers to; the Trainer saves the number alone."""
+
+    def __init__(self, trainer: PackedTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The checkpoint of this step was written."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if args.should_save and folder.is_dir():
+            (folder / _DEALING_FILE).write_text(json.dumps(self._trainer._dealing()), encoding="utf-8")
+
+
+def _check_dealing(checkpoint: Path, now: dict[str, int]) -> None:
+    """Refuse to resume where the same number of steps means other rows.
+
+    Raises:
+        ValueError: the checkpoint was saved with another number of ranks, micro-steps or bins a batch; names both.
+    """
+    path = checkpoint / _DEALING_FILE
+    if not path.is_file():
+        _logger.warning(
+            "%s does not say on how many ranks it was saved: resuming it on others repeats or skips rows",
+            checkpoint,
+        )
+        return
+    then = json.loads(path.read_text(encoding="utf-8"))
+    differing = [
+        f"{name} ({then.get(name)} then, {now[name]} now)" for name in now if then.get(name) != now[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"{checkpoint} was saved with other numbers: {', '.join(differing)}. The Trainer resumes by counting steps, so rows would "
+            "be repeated or skipped. Resume with the same numbers, pass ignore_data_skip=True to start the epoch again, or use a "
+            "loop of your own with loader.state_dict(), which resumes on any number of ranks."
+        )
+
+
 @contextlib.contextmanager
 def _keeping_the_loader() -> Iterator[None]:
     """The Trainer resumes by accelerate's `skip_first_batches`, which would read the rest of the epoch by a plain torch loader."""
@@ -322,5 +375,7 @@ def _is_ours(batch: Any) -> bool:
 
 _READING = ("column", "columns", "max_length", "overlong")
 """Arguments of `packed_dataloader` that say how to read a data set."""
+
+_DEALING_FILE = "multipack.json"
 
 _OVERRIDDEN = ("set_initial_training_values", "_init_training_state", "_run_epoch")

@@ -7,7 +7,7 @@ torch DataLoader from those three gets the same batches, bit for bit.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -133,6 +133,7 @@ class DataLoader(TorchDataLoader[T_co]):
             self.__dict__["sampler"] = RankSampler(batch_sampler, dataset)
         self._copier: DeviceCopier | None = None
         self._check_threads()
+        self._current_feed()
         self._stats = LoaderStats(queue_depth=self._depth)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -247,6 +248,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if is_stream(self.dataset):
             return StreamFeed(source, self._read_stream())
         if isinstance(source, MultipackBatchSampler | DistributedBatchSampler):
+            _check_sizes(self.dataset, source)
             return SamplerFeed(
                 source, self.dataset.read_ahead if isinstance(self.dataset, TokenDataset) else None
             )
@@ -340,6 +342,16 @@ class DataLoader(TorchDataLoader[T_co]):
 
 def _as_they_are(rows: Any) -> Any:
     return rows
+
+
+def _check_sizes(dataset: Any, sampler: MultipackBatchSampler | DistributedBatchSampler) -> None:
+    """Refuse lengths of other data: rows would be missed, or asked for that are not there."""
+    planned = sampler.order.num_rows
+    if planned is not None and isinstance(dataset, Sized) and len(dataset) != planned:
+        raise ValueError(
+            f"the data set has {len(dataset)} rows, but the batch sampler was built from the lengths of {planned}: give it the lengths of "
+            "this data set."
+        )
 
 
 def _is_part_of(feed: Feed, target: Any) -> bool:

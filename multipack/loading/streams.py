@@ -18,6 +18,7 @@ from multipack.closing import close
 from multipack.loading.feeds import STATE_VERSION, Pass, State, check_state
 from multipack.order.cursor import Cursor
 from multipack.order.stream import StreamPacker
+from multipack.order.stream_pass import is_stateful
 
 _logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class StreamFeed:
 
     def load_state_dict(self, state: State) -> None:
         check_state(state, "dataset")
-        if state["dataset"] is not None and not _is_stateful(self.source):
+        if state["dataset"] is not None and not is_stateful(self.source):
             raise ValueError(
                 f"the state holds one of the data set, and {type(self.source).__qualname__} cannot load one: build the loader over "
                 "the data set it was built over, which has load_state_dict."
@@ -200,12 +201,8 @@ def is_own_stream(dataset: Any) -> bool:
     return type(dataset) is StreamPacker
 
 
-def _is_stateful(source: Any) -> bool:
-    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-
-
 def _state_of(source: Any) -> Any:
-    return source.state_dict() if _is_stateful(source) else None
+    return source.state_dict() if is_stateful(source) else None
 
 
 def _start_of_stream(mark: StreamMark) -> StreamMark:

@@ -7,6 +7,7 @@ same number of batches: a rank that took an extra step would deadlock the others
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -23,6 +24,8 @@ from multipack.order.orders import Order, count_batches
 Tail: TypeAlias = Literal["split", "pad", "drop", "error"]
 _Item = TypeVar("_Item")
 _Bin: TypeAlias = list[list[int]]  # units of rows that stay together
+
+_logger = logging.getLogger(__name__)
 
 TAILS: tuple[Tail, ...] = ("split", "pad", "drop", "error")
 
@@ -92,7 +95,8 @@ class Dealing:
             for batch in self._share(order, dealt, left, step):
                 batch.after = place = self.after(order, place)
                 if batch.ends_epoch:
-                    batch.left_out = self._left_out(order, left, start)
+                    batch.left_out = self._sizes(order, [*left, *range(start, len(order))])
+                    self._report(order.epoch, batch.left_out)
                 yield batch
             step = 0
 
@@ -146,12 +150,28 @@ class Dealing:
             return left[self.rank]
         return order.early(self.rank - len(left)).as_repeat()
 
-    def _left_out(self, order: Order, left: list[int], stop: int) -> LeftOut:
-        """What the epoch leaves out: of `left` and the batches from `stop` on, and by `drop_last`."""
+    def left_out(self, order: Order) -> LeftOut:
+        """Sequences and tokens that an epoch leaves out, over all ranks."""
+        start = len(order) // self.group * self.group
+        left = self._deal_group(order, start, len(order) - start)[1] if start < len(order) else []
+        return self._sizes(order, left)
+
+    def _sizes(self, order: Order, left: list[int]) -> LeftOut:
+        """Sizes of the batches that tail="drop" leaves out, and of what `drop_last` does."""
         found = [order.left_out]
         if self.tail == "drop":
-            found += [order.size_of(order.batch(i)) for i in [*left, *range(stop, len(order))]]
+            found += [order.size_of(order.batch(i)) for i in left]
         return LeftOut(sum(size.sequences for size in found), sum(size.tokens for size in found))
+
+    def _report(self, epoch: int, left_out: LeftOut) -> None:
+        if self.rank == 0 and left_out.sequences:
+            _logger.warning(
+                "epoch %d leaves out %d sequences of %d tokens, which fill no last batch on every rank (drop_last, tail='drop'). "
+                "tail='split' and drop_last=False use them.",
+                epoch,
+                left_out.sequences,
+                left_out.tokens,
+            )
 
 
 def redeal(

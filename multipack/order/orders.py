@@ -35,6 +35,8 @@ class Order(ABC):
 
     epoch: int
     """Names the order of the data."""
+    num_rows: int | None = None
+    """Rows of the data set; None where that is unknown."""
     is_resumable: bool = True
     """Whether the epoch alone names the order, so that a place in it can be saved."""
 
@@ -113,6 +115,7 @@ class BinOrder(Order):
         self.bins_per_batch = whole_number("bins_per_batch", bins_per_batch, 1)
         self.drop_last = bool(drop_last)
         self.epoch = plan.epoch
+        self.num_rows = plan.num_rows
         self._recent: dict[int, BinOrder] = {
             plan.epoch: self
         }  # shared by all epochs: what was planned is kept

@@ -17,7 +17,7 @@ from multipack.arguments import check_choice, whole_number
 from multipack.distributed import check_rank_unchanged, rank_and_world_size
 from multipack.frameworks import EpochForwarder, check_not_dealt_again, refuse_rebuilding
 from multipack.order.balance import BalanceMode
-from multipack.order.batch import BatchIndices, Place
+from multipack.order.batch import BatchIndices, LeftOut, Place
 from multipack.order.concat import Boundaries, ConcatPlan
 from multipack.order.cursor import Cursor
 from multipack.order.dealing import Dealing, Tail
@@ -87,6 +87,11 @@ class OrderSampler(Sampler[list[int]]):
         """Batches that the next pass will yield."""
         start = self.cursor.start
         return self.dealing.remaining(self._order.at(start.epoch), start)
+
+    @property
+    def left_out(self) -> LeftOut:
+        """Sequences and tokens that the current epoch leaves out over all ranks, because of `drop_last` or tail="drop"."""
+        return self.dealing.left_out(self.order)
 
     def num_batches(self, epoch: int) -> int:
         """Exact number of this rank's batches in an epoch, which is the same on every rank."""

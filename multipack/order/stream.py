@@ -1,44 +1,31 @@
 """Pack data of unknown length: rows come in one by one, packed batches go out.
 
 A pool of waiting rows gives nearly full bins in nearly the order of arrival, as `pack(method="stream")` does for data that is
-all there. The one rule: a row that was taken from the source is in the pool, in a batch, or in the report.
+all there. What one reading does is in `stream_pass`.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from multipack import _core
 from multipack.arguments import check_choice, whole_number
 from multipack.closing import Closable
 from multipack.data.dataset import Selection, TokenDataset
-from multipack.data.overlong import Overlong, apply_overlong
+from multipack.data.overlong import Overlong
 from multipack.distributed import rank_and_world_size
 from multipack.order.agreement import Agreement
 from multipack.order.batch import BatchIndices
 from multipack.order.packing import checked_capacity, sequence_limit
-from multipack.order.stream_rows import PackedRows, Row, StreamTail, cut, flattened
+from multipack.order.stream_pass import SharedRows, StreamPass, StreamReport, is_hugging_face, is_stateful
+from multipack.order.stream_rows import PackedRows, Row, StreamTail
 
 STATE_VERSION = 1
-
-
-@dataclass
-class StreamReport:
-    """What became of rows that could not be packed as they were; counts since the stream began, as those of `DatasetReport`."""
-
-    empty_sequences: int = 0
-    """Rows without a token, left out because a bin cannot hold them."""
-    overlong_sequences: int = 0
-    """Rows above the capacity, which were truncated, split or dropped."""
-    lost_tokens: int = 0
-    """Tokens that were cut off or dropped."""
 
 
 class StreamPacker(IterableDataset[Selection]):
@@ -90,7 +77,7 @@ class StreamPacker(IterableDataset[Selection]):
         self.rank, self.num_replicas = rank_and_world_size(rank, num_replicas)
         self._source = _split_by_rank(source, self.rank, self.num_replicas)
         self._takes_every_nth = self._source is source
-        self._start = copy.deepcopy(self._source.state_dict()) if _is_stateful(self._source) else None
+        self._start = copy.deepcopy(self._source.state_dict()) if is_stateful(self._source) else None
         self.capacity = checked_capacity(capacity)
         self.column = column
         self.pool_size = whole_number("pool_size", pool_size, 1)
@@ -103,42 +90,82 @@ class StreamPacker(IterableDataset[Selection]):
         self.tail: StreamTail = tail
         self.report = StreamReport()
         self._agreement = Agreement(timeout) if self.num_replicas > 1 else None
-        self._epoch = 0
+        self._shared_epoch = torch.zeros((), dtype=torch.int64)
+        self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]  # worker processes see it change
         self._loaded: dict[str, Any] | None = None
-        self._pass: _Pass | None = None
+        self._pass: StreamPass | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch: passed on to a source that shuffles by it."""
-        self._epoch = epoch
-        if hasattr(self._source, "set_epoch"):
-            self._source.set_epoch(epoch)
+        """Go to an epoch: passed on to a source that shuffles by it, also in worker processes that persist.
+
+        A loaded state of another epoch is dropped; the epoch it already is in keeps its place.
+        """
+        if self._loaded is not None and self._loaded["source"]["epoch"] != epoch:
+            self._loaded = None
+        self._shared_epoch.fill_(whole_number("epoch", epoch, 0))
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next pass."""
+        return int(self._shared_epoch)
 
     def __iter__(self) -> Iterator[Selection]:
-        opened: list[_Pass] = []
-        return Closable(self._read(opened), lambda: opened[0].source if opened else None)
+        opened: list[StreamPass] = []
+        return Closable(self._read(opened), lambda: opened[-1].source if opened else None)
 
-    def _read(self, opened: list[_Pass]) -> Iterator[Selection]:
+    def _read(self, opened: list[StreamPass]) -> Iterator[Selection]:
         worker = get_worker_info()
         if worker is not None and self._agreement is not None:
             raise ValueError(
                 f"{worker.num_workers} worker processes cannot agree with {self.num_replicas} ranks on the end of a stream. "
                 "Use multipack.DataLoader, whose workers are threads, or num_workers=0."
             )
-        loaded, self._loaded = self._loaded, None
-        reading = _Pass(self, loaded, worker.id if worker else 0, worker.num_workers if worker else 1)
-        self._pass = reading
-        opened.append(reading)
-        batches = reading.batches()
-        if self._agreement is not None:
-            batches = self._agreement.keep_step(batches, self.tail, may_be_empty=loaded is not None)
-        for rows in batches:
-            yield self._select(rows)
+        while True:
+            loaded, self._loaded = self._loaded, None
+            reading = self._open(loaded, worker.id if worker else 0, worker.num_workers if worker else 1)
+            self._pass = reading
+            opened.append(reading)
+            batches = reading.batches()
+            if self._agreement is not None:
+                batches = self._agreement.keep_step(batches, self.tail, may_be_empty=loaded is not None)
+            for rows in batches:
+                yield self._select(rows)
+                if self._was_loaded_into(reading):
+                    break  # a state was loaded meanwhile: obeyed by the very next batch
+            else:
+                break
         if self._pass is reading:
-            self._pass = None  # the next pass begins anew, also from a state
-        if self._agreement is None and loaded is None and reading.is_untouched:
+            self._pass = None  # the next pass begins at the start, also after a state
+        if self._agreement is None and loaded is None:
+            self._check_not_empty(reading)
+
+    def _open(self, loaded: dict[str, Any] | None, worker: int, num_workers: int) -> StreamPass:
+        """Begin a pass over the source at its start, or where a state says."""
+        if loaded is not None:
+            self._shared_epoch.fill_(loaded["source"]["epoch"])
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(self.epoch)
+        share, shares = (self.rank, self.num_replicas) if self._takes_every_nth else (0, 1)
+        if not is_hugging_face(self._source):  # whose streams give each worker process its own shards
+            share, shares = share * num_workers + worker, shares * num_workers
+        rows = SharedRows(self._source, share, shares, self._start, worker=[worker, num_workers])
+        return StreamPass(self, rows, loaded)
+
+    def _was_loaded_into(self, reading: StreamPass) -> bool:
+        """Whether a state was loaded while this pass was open and the newest."""
+        return self._loaded is not None and self._pass is reading
+
+    def _check_not_empty(self, reading: StreamPass) -> None:
+        if reading.is_untouched:
             raise ValueError(
                 "the stream gave no row, so the epoch would be empty. A generator can be read only once: pass an iterable that "
-                "begins anew each time, such as a list or an IterableDataset."
+                "begins again each time, such as a list or an IterableDataset."
+            )
+        if not reading.num_sequences:
+            raise ValueError(
+                f"none of the stream's {reading.num_read} rows can be packed, so the epoch would be empty: "
+                f"{self.report.empty_sequences} have no token and {self.report.overlong_sequences} are above the capacity of "
+                f"{self.capacity}. Check the source, and what overlong={self.overlong!r} drops."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,7 +176,8 @@ class StreamPacker(IterableDataset[Selection]):
         """
         if self._loaded is not None:
             return self._loaded
-        return self._pass.state_dict() if self._pass is not None else {**self._inputs(), "source": None}
+        state = {"source": None} if self._pass is None else self._pass.state_dict(self.epoch)
+        return {**self._inputs(), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass goes on from a state.
@@ -185,194 +213,19 @@ class StreamPacker(IterableDataset[Selection]):
 
     def _select(self, rows: PackedRows) -> Selection:
         dataset = TokenDataset(rows.rows, column=self.column)
-        return dataset.__getitems__(
-            BatchIndices(
-                range(len(rows.rows)),
-                rows.bin_offsets,
-                bin_capacity=self.capacity,
-                repeated=rows.repeated,
-            )
+        ids = BatchIndices(
+            range(len(rows.rows)), rows.bin_offsets, bin_capacity=self.capacity, repeated=rows.repeated
         )
-
-
-class _Pass:
-    """One reading of the source."""
-
-    def __init__(
-        self, packer: StreamPacker, loaded: dict[str, Any] | None, worker: int, num_workers: int
-    ) -> None:
-        self._packer = packer
-        self._worker = worker
-        self._num_workers = num_workers
-        limit = sequence_limit(packer.max_sequences_per_bin)
-        self._pool = _core.StreamPool(packer.capacity, packer.pool_size, limit, packer.seed % 2**64)
-        self._waiting: dict[int, dict[str, Any]] = {}
-        self._pending: list[dict[str, Any]] = []  # fragments of the row read last that found no place yet
-        self._next_id = 0
-        self._num_read = 0
-        self._source_ended = False
-        self.source: Iterator[Row] | None = None
-        """What the source is read by, where that was made for this pass."""
-        if loaded is not None:
-            self._restore(loaded)
-        self._rows = self._open(loaded)
-
-    @property
-    def is_untouched(self) -> bool:
-        """No row ever came."""
-        return self._num_read == 0
-
-    def batches(self) -> Iterator[PackedRows]:
-        """Batches while the source gives rows, then what is left in the pool, longest first."""
-        while True:
-            self._refill()
-            if not len(self._pool):
-                return
-            yield self._take()
-
-    def state_dict(self) -> dict[str, Any]:
-        pool = self._pool.state()
-        source = self._packer._source
-        return {
-            **self._packer._inputs(),
-            "source": {
-                "epoch": self._packer._epoch,
-                "num_read": self._num_read,
-                "ended": self._source_ended,
-                "state": source.state_dict() if _is_stateful(source) else None,
-                "worker": [self._worker, self._num_workers],
-            },
-            "pool": {
-                "rows": [self._waiting[i] for i in pool.ids],
-                "pending": list(self._pending),
-                "arrivals": pool.arrivals,
-                "next_arrival": pool.next_arrival,
-                "search_budget": pool.search_budget,
-                "random": pool.random,
-            },
-            "report": asdict(self._packer.report),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        if state["source"]["worker"] != [self._worker, self._num_workers]:
-            raise ValueError(
-                f"the state is that of worker {state['source']['worker']}, not of {[self._worker, self._num_workers]}: "
-                "use the same number of worker processes."
-            )
-        pool = state["pool"]
-        rows = list(pool["rows"])
-        lengths = [self._length(row) for row in rows]
-        self._pool.restore(
-            _core.StreamPoolState(
-                range(len(rows)),
-                pool["arrivals"],
-                lengths,
-                pool["next_arrival"],
-                pool["search_budget"],
-                pool["random"],
-            )
-        )
-        self._waiting = dict(enumerate(rows))
-        self._pending = list(pool["pending"])
-        self._next_id = len(rows)
-        self._num_read = state["source"]["num_read"]
-        self._source_ended = state["source"]["ended"]
-        self._packer.report = StreamReport(**state["report"])
-
-    def _open(self, loaded: dict[str, Any] | None) -> Iterator[Row]:
-        """The rows of this rank and worker that were not read yet."""
-        packer, source = self._packer, self._packer._source
-        at_place = False
-        if loaded is not None:
-            packer.set_epoch(loaded["source"]["epoch"])
-            if self._source_ended:  # it may stand at its start again
-                return iter(())
-            if _is_stateful(source) and loaded["source"]["state"] is not None:
-                source.load_state_dict(loaded["source"]["state"])
-                at_place = self._num_read > 0
-        elif packer._start is not None:  # a source that was once resumed would begin there for ever
-            source.load_state_dict(copy.deepcopy(packer._start))
-        share, shares = 0, 1
-        if packer._takes_every_nth:
-            share, shares = packer.rank, packer.num_replicas
-        if not _splits_by_worker(source):
-            share, shares = share * self._num_workers + self._worker, shares * self._num_workers
-        # A source at its place stands behind the row read last; the rows of other shares come before the next of ours.
-        first = shares - 1 if at_place else share + self._num_read * shares
-        rows = iter(source)
-        self.source = None if rows is source else rows
-        return itertools.islice(rows, first, None, shares)
-
-    def _refill(self) -> None:
-        while not self._pool.full:
-            if not self._pending:
-                row = None if self._source_ended else next(self._rows, None)
-                if row is None:
-                    self._source_ended = True
-                    return
-                self._num_read += 1
-                self._pending = self._fit(row)
-                continue
-            row = self._pending.pop(0)
-            self._waiting[self._next_id] = row
-            self._pool.push(self._next_id, self._length(row))
-            self._next_id += 1
-
-    def _take(self) -> PackedRows:
-        rows: list[dict[str, Any]] = []
-        ends = [0]
-        for _ in range(self._packer.bins_per_batch):
-            self._refill()
-            if not len(self._pool):
-                break
-            rows += [self._waiting.pop(i) for i in self._pool.fill(not self._pool.full)]
-            ends.append(len(rows))
-        return PackedRows(rows, tuple(ends))
-
-    def _length(self, row: Row) -> int:
-        try:
-            return len(row[self._packer.column])
-        except (KeyError, TypeError, IndexError):
-            keys = sorted(row) if isinstance(row, Mapping) else f"a {type(row).__qualname__}"
-            raise TypeError(
-                f"row {self._num_read - 1} of the stream has no list of tokens in column {self._packer.column!r}, only {keys}."
-            ) from None
-
-    def _fit(self, row: Row) -> list[dict[str, Any]]:
-        """The row as it can be packed: itself, nothing, cut, or in pieces."""
-        packer, report = self._packer, self._packer.report
-        row = flattened(row)
-        length = self._length(row)
-        if 0 < length <= packer.capacity:
-            return [dict(row)]
-        if length and packer.overlong == "error":
-            raise ValueError(
-                f"row {self._num_read - 1} of the stream has {length} tokens, {length - packer.capacity} above the capacity of "
-                f"{packer.capacity}: it fits no bin. Raise the capacity, or pass overlong='truncate', 'split' or 'drop'."
-            )
-        usable = apply_overlong(np.array([length]), packer.capacity, packer.overlong)
-        report.empty_sequences += usable.report.empty_sequences
-        report.overlong_sequences += usable.report.overlong_sequences
-        report.lost_tokens += usable.report.lost_tokens
-        starts = np.zeros_like(usable.lengths) if usable.starts is None else usable.starts
-        places = zip(starts.tolist(), usable.lengths.tolist(), strict=True)
-        return [cut(row, length, start, start + size) for start, size in places]
-
-
-def _is_stateful(source: Any) -> bool:
-    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-
-
-def _splits_by_worker(source: Any) -> bool:
-    """Hugging Face streams give each worker process its own shards by themselves."""
-    return type(source).__module__.partition(".")[0] == "datasets"
+        selection = dataset.__getitems__(ids)
+        selection.numbers = np.array(rows.numbers, np.int64)
+        return selection
 
 
 def _split_by_rank(source: Iterable[Row], rank: int, num_replicas: int) -> Any:
     """A Hugging Face stream split over ranks; other sources are returned as they are, to take every n-th row of."""
     if not isinstance(source, Iterable):
         raise TypeError(f"source must be an iterable of rows, not {type(source).__qualname__}.")
-    if num_replicas > 1 and type(source).__module__.partition(".")[0] == "datasets":
+    if num_replicas > 1 and is_hugging_face(source):
         from datasets.distributed import split_dataset_by_node
 
         return split_dataset_by_node(source, rank=rank, world_size=num_replicas)

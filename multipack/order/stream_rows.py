@@ -19,6 +19,8 @@ class PackedRows:
     """The rows of one batch."""
 
     rows: list[dict[str, Any]]
+    numbers: tuple[int, ...]
+    """Row of the stream of each."""
     bin_offsets: tuple[int, ...]
     repeated: bool = False
 
