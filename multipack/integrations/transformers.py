@@ -28,7 +28,7 @@ from multipack.integrations.accelerate import skip_first_batches
 from multipack.integrations.attention import ATTENTION, model_inputs
 from multipack.integrations.verify import verify_packing
 from multipack.loading.loader import DataLoader
-from multipack.loading.packed import packed_dataloader
+from multipack.loading.packed import names_of, packed_dataloader
 from multipack.order.sampler import DistributedBatchSampler
 from multipack.order.stream import StreamPacker
 
@@ -227,7 +227,8 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
                 "packing={'rank': ..., 'num_replicas': ...}."
             )
         options["num_workers"] = self.args.dataloader_num_workers or 1
-        hidden_size = getattr(self.model.config.get_text_config(), "hidden_size", None)
+        config = getattr(self.model, "config", None)
+        hidden_size = getattr(config.get_text_config(), "hidden_size", None) if config is not None else None
         if hidden_size is not None:
             options["hidden_size"] = hidden_size
         return packed_dataloader(
@@ -373,7 +374,7 @@ def _is_ours(batch: Any) -> bool:
     return isinstance(batch, Mapping) and "num_target_tokens" in batch
 
 
-_READING = ("column", "columns", "max_length", "overlong")
+_READING = names_of(TokenDataset)
 """Arguments of `packed_dataloader` that say how to read a data set."""
 
 _DEALING_FILE = "multipack.json"

@@ -6,6 +6,7 @@ torch DataLoader from those three gets the same batches, bit for bit.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from multipack.arguments import check_choice
 from multipack.data.collate import PackedCollator, PaddedCollator
 from multipack.data.dataset import TokenDataset
+from multipack.distributed import check_agreement as check_ranks_agree
 from multipack.frameworks import (
     AccelerateListener,
     RankSampler,
@@ -54,6 +56,8 @@ class DataLoader(TorchDataLoader[T_co]):
         worker_type: "thread"; "process" for torch's worker processes; "auto" takes threads over our own parts where neither
             `worker_init_fn` nor `multiprocessing_context` is given, else processes. Threads over parts of yours run beside the
             training loop: they share its global random states, so seeded runs repeat only if nothing draws from those.
+        check_agreement: before the first pass the ranks compare what they plan, by one small collective; ranks with other data,
+            capacity or seed are an error instead of a deadlock. All ranks must ask for it.
         timeout: seconds to wait for a batch before a RuntimeError, with the stacks of the threads; 0 waits without a limit.
         worker_init_fn, persistent_workers, multiprocessing_context: for worker processes. Threads have no state of their own that
             `worker_init_fn` could set up.
@@ -71,6 +75,7 @@ class DataLoader(TorchDataLoader[T_co]):
     """For accelerate: save and load `state_dict` with its checkpoints."""
 
     _prepared_by_accelerate = False
+    _has_agreed = False
     _recorder: Recorder | None = None
     _feed: Feed | None = None
 
@@ -97,6 +102,7 @@ class DataLoader(TorchDataLoader[T_co]):
         prefetch_batches: int | None = None,
         device: DeviceLike | None = None,
         worker_type: WorkerType = "auto",
+        check_agreement: bool = False,
     ) -> None:
         check_choice("worker_type", worker_type, ("auto", "thread", "process"))
         if prefetch_batches is not None and prefetch_batches < 0:
@@ -106,6 +112,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self.worker_type: WorkerType = worker_type
         self.prefetch_batches = prefetch_batches
         self.device = device
+        self.check_agreement = check_agreement
         super().__init__(
             dataset,
             batch_size,
@@ -146,6 +153,11 @@ class DataLoader(TorchDataLoader[T_co]):
         self._stats.queue_depth = self._depth
         copier = self._device_copier()
         feed = self._current_feed()
+        if self.check_agreement and not self._has_agreed:
+            check_ranks_agree(
+                json.dumps(feed.source.fingerprint if isinstance(feed, SamplerFeed) else len(self))
+            )
+            self._has_agreed = True
         return LoaderIterator(
             feed,
             lambda: self._open(feed, copier),

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
+from multipack.distributed import check_agreement
 from multipack.loading.loader import DataLoader
 from multipack.order.sampler import DistributedBatchSampler
 from multipack.train.checkpoint import (
@@ -147,6 +148,7 @@ def plan_run(config: TrainConfig, data: PreparedData, device: torch.device) -> R
     loader = training_loader(config, data.train, pad_token_id=pad, hidden_size=of.hidden_size, device=device)
     sampler = loader.batch_sampler
     assert isinstance(sampler, DistributedBatchSampler)
+    check_agreement(sampler.fingerprint)
     steps_of_epochs = epoch_steps(sampler, config)
     if checkpoint is not None:
         if "sampler" not in state:
