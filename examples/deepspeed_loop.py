@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from multipack import packed_dataloader
+from multipack import optimizer_steps, packed_dataloader
 
 deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo", verbose=False)
 random = np.random.default_rng(0)
@@ -38,17 +38,18 @@ folder = tempfile.mkdtemp() if dist.get_rank() == 0 else None
 folders = [folder]
 dist.broadcast_object_list(folders)  # all ranks write into the folder of rank 0
 for epoch in range(2):
-    for step, batch in enumerate(loader, start=1):
+    for number, step in enumerate(optimizer_steps(loader), start=1):
+        (batch,) = step
         logits = engine(batch["input_ids"].to(engine.device))[0, :-1]
         targets = batch["labels"].to(engine.device)[0, 1:]
-        loss = cross_entropy(logits, targets, reduction="sum") / max(1, batch["num_target_tokens"])
+        loss = cross_entropy(logits, targets, reduction="sum") / step.loss_divisor
         engine.backward(loss)
         engine.step()
-        if (epoch, step) == (1, 5):
+        if (epoch, number) == (1, 5):
             engine.save_checkpoint(folders[0], client_state={"loader": loader.state_dict()})
-    print(f"rank {dist.get_rank()}, epoch {epoch}: {step} batches, loss {loss.item():.3f}")
+    print(f"rank {dist.get_rank()}, epoch {epoch}: {number} batches, loss {loss.item():.3f}")
 
 _, state = engine.load_checkpoint(folders[0])
 loader.load_state_dict(state["loader"])
-print(f"rank {dist.get_rank()}, resumed: {sum(1 for _ in loader)} batches left of {step}")
+print(f"rank {dist.get_rank()}, resumed: {sum(1 for _ in loader)} batches left of {number}")
 dist.destroy_process_group()

@@ -27,16 +27,19 @@ class NextToken(lightning.LightningModule):
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64))
 
-    def loss(self, batch: dict[str, Any]) -> torch.Tensor:
+    def loss_sum(self, batch: dict[str, Any]) -> torch.Tensor:
         logits, targets = self.net(batch["input_ids"])[0, :-1], batch["labels"][0, 1:]
-        return cross_entropy(logits, targets, reduction="sum") / max(1, batch["num_target_tokens"])
+        return cross_entropy(logits, targets, reduction="sum")
 
     def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
-        return self.loss(batch)
+        # Lightning averages gradients over ranks, so their mean number of targets makes it the mean over all of them.
+        targets = torch.tensor(float(batch["num_target_tokens"]))
+        return self.loss_sum(batch) / self.trainer.strategy.reduce(targets, reduce_op="mean").clamp(min=1)
 
     def validation_step(self, batch: dict[str, Any], index: int) -> None:
         # Weighed by targets the mean is one over tokens, whatever the batches hold.
-        self.log("val_loss", self.loss(batch), batch_size=batch["num_target_tokens"], sync_dist=True)
+        targets = batch["num_target_tokens"]
+        self.log("val_loss", self.loss_sum(batch) / max(1, targets), batch_size=targets, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
