@@ -65,6 +65,22 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def checkpoint_to_resume(resume_from_checkpoint: str | None, folder: Path) -> Path | None:
+    """The checkpoint that the key names: none, a folder, or with "last" the newest in the run's `folder`.
+
+    Raises:
+        ValueError: it says "last" and the folder has none.
+    """
+    if resume_from_checkpoint != "last":
+        return None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        raise ValueError(
+            f"resume_from_checkpoint is last but {folder} has no checkpoint. Leave it out for the first attempt."
+        )
+    return newest
+
+
 def set_later_aside(folder: Path, step: int) -> None:
     """Rename checkpoints of a later step than `step` to `checkpoint-STEP.undone`, all ranks together.
 

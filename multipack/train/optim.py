@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from multipack.train.run_config import RunConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
@@ -66,6 +68,17 @@ class OptimizerSpec:
         """The optimizer over the trainable ones of `parameters`."""
         cls, arguments = self.rule()
         return cls(self.groups(parameters), **arguments)
+
+
+def optimizer_spec(config: RunConfig) -> OptimizerSpec:
+    """The optimizer that a configuration asks for."""
+    return OptimizerSpec(
+        name=config.optimizer,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+    )
 
 
 def learning_rate_schedule(

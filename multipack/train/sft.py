@@ -27,9 +27,9 @@ from multipack.distributed import check_agreement
 from multipack.loading.loader import DataLoader
 from multipack.order.sampler import DistributedBatchSampler
 from multipack.train.checkpoint import (
+    checkpoint_to_resume,
     has_tensor,
     load_tensors,
-    newest_checkpoint,
     read_state,
     save_checkpoint,
     set_later_aside,
@@ -43,7 +43,7 @@ from multipack.train.export import export_model
 from multipack.train.loop import Stepper
 from multipack.train.metrics import Operations, StepMetrics, model_operations, peak_flops
 from multipack.train.model import build_model, model_config, verify_engine
-from multipack.train.optim import OptimizerSpec, go_to_step, learning_rate_schedule
+from multipack.train.optim import go_to_step, learning_rate_schedule, optimizer_spec
 from multipack.train.process import one_sentence, process_group
 from multipack.train.profile import StepProfile
 from multipack.train.report import RunReport
@@ -140,7 +140,7 @@ def plan_run(config: TrainConfig, data: PreparedData, device: torch.device) -> R
     Raises:
         ValueError: no rank would train, or the model, the data or the checkpoint does not fit; with numbers and remedy.
     """
-    checkpoint = _checkpoint_of(config)
+    checkpoint = checkpoint_to_resume(config.resume_from_checkpoint, Path(config.output_dir))
     state = read_state(checkpoint) if checkpoint is not None else {}
     of = model_config(config, len(data.tokenizer), data.longest)
     data.check_ids(of.vocab_size)
@@ -174,18 +174,6 @@ def plan_run(config: TrainConfig, data: PreparedData, device: torch.device) -> R
     if data.validation is not None:
         validation = validation_loader(config, data.validation, pad_token_id=pad, device=device)
     return Run(config, data, device, of, loader, validation, checkpoint, state, first_step, num_steps)
-
-
-def _checkpoint_of(config: TrainConfig) -> Path | None:
-    name = config.resume_from_checkpoint
-    if name != "last":
-        return None if name is None else Path(name)
-    newest = newest_checkpoint(Path(config.output_dir))
-    if newest is None:
-        raise ValueError(
-            f"resume_from_checkpoint is last but {config.output_dir} has no checkpoint. Leave it out for the first attempt."
-        )
-    return newest
 
 
 def train(run: Run, options: EngineOptions) -> None:
@@ -248,17 +236,6 @@ def train(run: Run, options: EngineOptions) -> None:
             report.message(
                 f"stopped by SIGTERM after step {stepper.step}; saved {saved}: go on with --resume_from_checkpoint last"
             )
-
-
-def optimizer_spec(config: TrainConfig) -> OptimizerSpec:
-    """The optimizer that the configuration asks for."""
-    return OptimizerSpec(
-        name=config.optimizer,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-    )
 
 
 def _report(run: Run, operations: Operations) -> RunReport:

@@ -20,7 +20,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from multipack.distributed import rank_and_world_size
-from multipack.train.checkpoint import newest_checkpoint, set_later_aside
+from multipack.train.checkpoint import checkpoint_to_resume, set_later_aside
 from multipack.train.data.prepare import prepare_data
 from multipack.train.engine import EngineOptions
 from multipack.train.export import export_model
@@ -89,7 +89,7 @@ def plan_run(config: PPOConfig) -> Run:
         held_out=held_out,
         model_config=ppo_model_config(config, vocabulary),
         options=engine_options(config.supervised()),
-        checkpoint=_checkpoint_to_resume(config),
+        checkpoint=checkpoint_to_resume(config.resume_from_checkpoint, Path(config.output_dir)),
     )
 
 
@@ -192,17 +192,6 @@ def _groups(items: Iterator[T], size: int) -> Iterator[list[T]]:
     """Consecutive groups of `size`, the last one smaller where it does not divide."""
     while group := list(itertools.islice(items, size)):
         yield group
-
-
-def _checkpoint_to_resume(config: PPOConfig) -> Path | None:
-    if config.resume_from_checkpoint != "last":
-        return None if config.resume_from_checkpoint is None else Path(config.resume_from_checkpoint)
-    newest = newest_checkpoint(Path(config.output_dir))
-    if newest is None:
-        raise ValueError(
-            f"resume_from_checkpoint is last, but {config.output_dir} holds no checkpoint: remove the key to start anew."
-        )
-    return newest
 
 
 def _ptx(config: PPOConfig, device: torch.device) -> PtxMix | None:

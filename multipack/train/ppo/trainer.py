@@ -24,7 +24,7 @@ from multipack.train.checkpoint import load_tensors, read_state, save_checkpoint
 from multipack.train.config import warmup_of
 from multipack.train.engine import EngineOptions, build_engine
 from multipack.train.metrics import flops_per_token
-from multipack.train.optim import go_to_step, learning_rate_schedule
+from multipack.train.optim import go_to_step, learning_rate_schedule, optimizer_spec
 from multipack.train.ppo.actor_critic import ActorCritic
 from multipack.train.ppo.collect import collect
 from multipack.train.ppo.config import PPOConfig
@@ -39,7 +39,6 @@ from multipack.train.ppo.sizes import PPOSizes, buffer_sizes
 from multipack.train.ppo.tasks import Task
 from multipack.train.ppo.update import UpdatePhase, UpdateResult
 from multipack.train.ppo.update_plan import step_rows
-from multipack.train.sft import optimizer_spec
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ class PPOTrainer:
         """Some responses of the last iteration, the same on every rank."""
         self._said: set[str] = set()
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
-        self.engine = build_engine(model, optimizer_spec(config.supervised()), options, device)
+        self.engine = build_engine(model, optimizer_spec(config), options, device)
         for method in (
             "respond",
             "reference_logprobs",
