@@ -169,7 +169,9 @@ class _TorchEngine(Engine):
 
 def _plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
     """A tensor by its name; one that only wraps others, such as torchao's rounded state, as those."""
-    if not is_traceable_wrapper_subclass(value):
+    if isinstance(value, DTensor) or not is_traceable_wrapper_subclass(
+        value
+    ):  # a shard is saved as what it is part of
         return {name: value}
     parts, _ = value.__tensor_flatten__()
     return {f"{name}.{part}": getattr(value, part) for part in parts if part != "qmap"}

@@ -268,7 +268,7 @@ def test_history_command_on_eight_simulated_ranks(local_batch, refused, tmp_path
         run = plan_run(ppo.load_ppo_config([*argv, "--output_dir", str(tmp_path)]))
         assert run.sizes.steps_per_iteration == 1
     else:
-        with pytest.raises(SystemExit, match=rf"ppo: .*{refused}.*nothing would be trained"):
+        with pytest.raises(SystemExit, match=rf"ppo, rank 5: .*{refused}.*nothing would be trained"):
             ppo.main([*argv, "--output_dir", str(tmp_path)])
 
 
