@@ -69,6 +69,8 @@ def is_dealt_to_ranks(loader: TorchDataLoader[Any]) -> bool:
     for dealer in dealers:
         if isinstance(dealer, DistributedSampler) or _deals(dealer):
             num_replicas: int = dealer.num_replicas
+            if getattr(getattr(dealer, "ranks", None), "members", None) is not None:
+                return True  # a mesh or a group said which ranks take shares
             return num_replicas > 1 or rank_and_world_size()[1] == 1
     return False
 

@@ -221,10 +221,10 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         if isinstance(dataset, StreamPacker):
             return DataLoader(dataset, batch_size=None, collate_fn=PackedCollator())
         parallel = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
-        if parallel > 1 and "rank" not in self.packing:
+        if parallel > 1 and not {"rank", "mesh", "group"} & self.packing.keys():
             raise ValueError(
                 f"{parallel} ranks share each model replica and must get the same batches: say which replica this is by "
-                "packing={'rank': ..., 'num_replicas': ...}."
+                "packing={'mesh': mesh['dp']}, {'group': ...}, or {'rank': ..., 'num_replicas': ...}."
             )
         options["num_workers"] = self.args.dataloader_num_workers or 1
         config = getattr(self.model, "config", None)

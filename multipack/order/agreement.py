@@ -18,8 +18,8 @@ from multipack.order.stream_rows import PackedRows, StreamTail
 class Agreement:
     """All ranks must make one, at the same point of the program: making the group is a collective."""
 
-    def __init__(self, timeout: float) -> None:
-        """`timeout`: seconds to wait for the other ranks.
+    def __init__(self, timeout: float, members: tuple[int, ...] | None = None) -> None:
+        """`timeout`: seconds to wait for the other ranks. `members`: global ranks that agree; None for all.
 
         Raises:
             ValueError: there is no process group yet.
@@ -30,7 +30,12 @@ class Agreement:
                 "Call torch.distributed.init_process_group first."
             )
         self._timeout = timeout
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._group = dist.new_group(
+            None if members is None else list(members),
+            backend="gloo",
+            timeout=timedelta(seconds=timeout),
+            use_local_synchronization=members is not None,  # the other ranks make groups of their own
+        )
 
     # Invariant: before batch i of a pass every rank is in collective i, with (has a batch i, could repeat an older one).
     def keep_step(

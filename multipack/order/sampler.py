@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
 from multipack.arguments import check_choice, whole_number
-from multipack.distributed import check_rank_unchanged, rank_and_world_size
+from multipack.distributed import data_ranks
 from multipack.frameworks import EpochForwarder, check_not_dealt_again, refuse_rebuilding
 from multipack.order.balance import BalanceMode
 from multipack.order.batch import BatchIndices, LeftOut, Place
@@ -28,6 +28,8 @@ from multipack.order.packing import PackMethod
 from multipack.order.plan import EpochPlan
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
 STATE_VERSION = 1
@@ -168,7 +170,7 @@ class MultipackBatchSampler(OrderSampler):
         method: as for `EpochPlan`; or "concat", which lays rows end to end and cuts bins anywhere, see `ConcatPlan`. Lengths may
             then be above the capacity.
         boundaries: under "concat", what attention sees: each "document", or the "bin". For `balance` alone; the collator's makes it.
-        shuffle, seed, window, shuffle_block, max_sequences_per_bin, together: as for `EpochPlan`.
+        shuffle, seed, window, shuffle_block, max_sequences_per_bin, together, align_to: as for `EpochPlan`.
         drop_last: leave out a last batch of fewer than `bins_per_batch` bins.
 
     Raises:
@@ -193,11 +195,12 @@ class MultipackBatchSampler(OrderSampler):
         window: int | None = None,
         shuffle_block: int = 1,
         together: Groups | ArrayLike | None = None,
+        align_to: int = 1,
     ) -> None:
         shared: dict[str, Any] = dict(seed=seed, shuffle=shuffle, window=window, shuffle_block=shuffle_block)
         plan: EpochPlan | ConcatPlan
         if method == "concat":
-            _check_unlimited(max_sequences_per_bin, together)
+            _check_unlimited(max_sequences_per_bin, together, align_to)
             plan = ConcatPlan(lengths, capacity, boundaries=boundaries, **shared)
         else:
             _check_documents(boundaries)
@@ -207,6 +210,7 @@ class MultipackBatchSampler(OrderSampler):
                 method=method,
                 max_sequences_per_bin=max_sequences_per_bin,
                 together=together,
+                align_to=align_to,
                 **shared,
             )
         if plan.num_rows == 0:
@@ -263,6 +267,8 @@ class DistributedBatchSampler(OrderSampler):
         batch_sampler: a MultipackBatchSampler, an order of rows or bins, or any batch sampler that yields the same order on every
             rank.
         num_replicas, rank: number of ranks and this one; None to take them from the process group or from torchrun.
+        mesh, group: the data-parallel dimension(s) of a DeviceMesh, such as mesh["dp"], or the data-parallel process group, in the
+            place of these numbers: ranks that compute one model replica together then get the same batches.
         tail: what becomes of batches that do not fill a last micro-step. "split" cuts them so that every rank gets some of their
             sequences, nothing dropped or repeated (only with fewer sequences than ranks are some repeated, and count for
             nothing); "pad" repeats batches that count for nothing; "drop" leaves them out and counts them; "error" refuses.
@@ -274,7 +280,8 @@ class DistributedBatchSampler(OrderSampler):
         hidden_size: of the model, for the cost of attention.
 
     Raises:
-        ValueError: a rank would get no batch, or ranks could not agree; names the numbers and what would work.
+        ValueError: a rank would get no batch, or ranks could not agree; names the numbers and what would work. Also where ranks
+            share a model replica (tensor, context, sequence or pipeline parallel) and nothing says which share they take.
     """
 
     deals_to_ranks = True
@@ -290,9 +297,11 @@ class DistributedBatchSampler(OrderSampler):
         balance: BalanceMode = "none",
         balance_window: int = 1,
         hidden_size: int = 4096,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
-        self._discovered = rank is None or num_replicas is None
-        self.rank, self.num_replicas = rank_and_world_size(rank, num_replicas)
+        self.ranks = data_ranks(rank, num_replicas, mesh=mesh, group=group)
+        self.rank, self.num_replicas = self.ranks.rank, self.ranks.num_replicas
         dealing = Dealing(
             num_replicas=self.num_replicas,
             rank=self.rank,
@@ -318,8 +327,7 @@ class DistributedBatchSampler(OrderSampler):
 
     def read(self, place: Place | None = None) -> Iterator[BatchIndices]:
         """This rank's batches of an epoch from `place` on, or those of the next pass. Looking at them moves nothing."""
-        if self._discovered:
-            check_rank_unchanged(self.rank, self.num_replicas)
+        self.ranks.check_unchanged()
         return super().read(place)
 
     def __iter__(self) -> Iterator[BatchIndices]:
@@ -417,8 +425,12 @@ def check_fingerprint(state: Any, fingerprint: str) -> None:
     )
 
 
-def _check_unlimited(max_sequences_per_bin: int | None, together: object) -> None:
-    given = {"max_sequences_per_bin": max_sequences_per_bin, "together": together}
+def _check_unlimited(max_sequences_per_bin: int | None, together: object, align_to: int) -> None:
+    given = {
+        "max_sequences_per_bin": max_sequences_per_bin,
+        "together": together,
+        "align_to": None if align_to == 1 else align_to,
+    }
     for name, value in given.items():
         if value is not None:
             raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
@@ -18,12 +18,16 @@ from multipack.arguments import check_choice, whole_number
 from multipack.closing import Closable
 from multipack.data.dataset import Selection, TokenDataset
 from multipack.data.overlong import Overlong
-from multipack.distributed import rank_and_world_size
+from multipack.distributed import data_ranks
 from multipack.order.agreement import Agreement
 from multipack.order.batch import BatchIndices
 from multipack.order.packing import checked_capacity, sequence_limit
 from multipack.order.stream_pass import SharedRows, StreamPass, StreamReport, is_hugging_face, is_stateful
 from multipack.order.stream_rows import PackedRows, Row, StreamTail
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 STATE_VERSION = 1
 
@@ -47,6 +51,7 @@ class StreamPacker(IterableDataset[Selection]):
             before each batch by one small collective of their own (gloo). "pad": ranks that ran out repeat their last batch,
             which counts for nothing, until all ended, so that nothing is lost. "drop": all stop with the first.
         timeout: seconds after which waiting for the other ranks is an error.
+        mesh, group: the data-parallel ranks, in the place of `num_replicas` and `rank`; see DistributedBatchSampler.
 
     Raises:
         ValueError: a bad argument; while iterating also a row above the capacity, or a rank without any row.
@@ -71,10 +76,13 @@ class StreamPacker(IterableDataset[Selection]):
         rank: int | None = None,
         tail: StreamTail = "pad",
         timeout: float = 600.0,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         check_choice("overlong", overlong, get_args(Overlong))
         check_choice("tail", tail, get_args(StreamTail))
-        self.rank, self.num_replicas = rank_and_world_size(rank, num_replicas)
+        self.ranks = data_ranks(rank, num_replicas, mesh=mesh, group=group)
+        self.rank, self.num_replicas = self.ranks.rank, self.ranks.num_replicas
         self._source = _split_by_rank(source, self.rank, self.num_replicas)
         self._takes_every_nth = self._source is source
         self._start = copy.deepcopy(self._source.state_dict()) if is_stateful(self._source) else None
@@ -89,7 +97,7 @@ class StreamPacker(IterableDataset[Selection]):
         self.seed = whole_number("seed", seed)
         self.tail: StreamTail = tail
         self.report = StreamReport()
-        self._agreement = Agreement(timeout) if self.num_replicas > 1 else None
+        self._agreement = Agreement(timeout, self.ranks.members) if self.num_replicas > 1 else None
         self._shared_epoch = torch.zeros((), dtype=torch.int64)
         self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]  # worker processes see it change
         self._loaded: dict[str, Any] | None = None
