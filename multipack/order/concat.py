@@ -301,3 +301,20 @@ def _check_not_empty(lengths: NDArray[Any]) -> None:
             f"row {row} has length {int(lengths[row])}, below 1: it would be a document without tokens. Leave such rows out; "
             "TokenDataset does."
         )
+
+
+def check_unlimited(max_sequences_per_bin: int | None, together: object, align_to: int) -> None:
+    given = {
+        "max_sequences_per_bin": max_sequences_per_bin,
+        "together": together,
+        "align_to": None if align_to == 1 else align_to,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} does not go with method='concat', which fills every bin whatever it holds: leave it out, or use another method."
+            )
+
+
+def check_documents(boundaries: Boundaries) -> None:
+    check_choice("boundaries", boundaries, get_args(Boundaries))

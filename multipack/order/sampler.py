@@ -5,20 +5,19 @@ The one rule: reading is pure, and only a batch that was handed to the consumer 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
-from multipack.arguments import check_choice, whole_number
+from multipack.arguments import whole_number
 from multipack.distributed import data_ranks
 from multipack.frameworks import EpochForwarder, check_not_dealt_again, refuse_rebuilding
 from multipack.order.balance import BalanceMode
 from multipack.order.batch import BatchIndices, LeftOut, Place
-from multipack.order.concat import Boundaries, ConcatPlan
+from multipack.order.concat import Boundaries, ConcatPlan, check_documents, check_unlimited
 from multipack.order.cursor import Cursor
 from multipack.order.dealing import Dealing, Tail
 from multipack.order.groups import Groups
@@ -26,13 +25,13 @@ from multipack.order.listed import ListedOrder
 from multipack.order.orders import BinOrder, Order
 from multipack.order.packing import PackMethod
 from multipack.order.plan import EpochPlan
+from multipack.order.saved import STATE_VERSION, check_fingerprint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
-STATE_VERSION = 1
 _OLD_BALANCE = {"sorted": "micro_step", "lpt": "step"}  # names in states saved before they were renamed
 
 _logger = logging.getLogger(__name__)
@@ -200,10 +199,10 @@ class MultipackBatchSampler(OrderSampler):
         shared: dict[str, Any] = dict(seed=seed, shuffle=shuffle, window=window, shuffle_block=shuffle_block)
         plan: EpochPlan | ConcatPlan
         if method == "concat":
-            _check_unlimited(max_sequences_per_bin, together, align_to)
+            check_unlimited(max_sequences_per_bin, together, align_to)
             plan = ConcatPlan(lengths, capacity, boundaries=boundaries, **shared)
         else:
-            _check_documents(boundaries)
+            check_documents(boundaries)
             plan = EpochPlan(
                 lengths,
                 capacity,
@@ -391,55 +390,6 @@ class DistributedBatchSampler(OrderSampler):
                 "(%d ranks x %d). No row is lost or repeated, but the learning rate was chosen for the other size.",
                 *(before, then["num_replicas"], then["accumulate"], now, self.num_replicas, self.accumulate),
             )
-
-
-def check_fingerprint(state: Any, fingerprint: str) -> None:
-    """Refuse the state of other data.
-
-    Raises:
-        ValueError: it is no state, or differs; names in what.
-    """
-    if not isinstance(state, dict) or "version" not in state or "fingerprint" not in state:
-        raise ValueError(f"this is not the state of a multipack sampler: {state!r:.80}.")
-    if state["version"] != STATE_VERSION:
-        raise ValueError(
-            f"the state has version {state['version']}, this multipack reads version {STATE_VERSION}."
-        )
-    if state["fingerprint"] == fingerprint:
-        return
-    ours, theirs = json.loads(fingerprint), json.loads(state["fingerprint"])
-    if (
-        "permutation" in ours and "permutation" not in theirs
-    ):  # saved when torch's BatchSampler gave the order of rows
-        ours = {key: ours.get(key) for key in theirs}
-        if ours == theirs:
-            return
-    differing = [
-        f"{key} ({theirs.get(key)!r} in the state, {ours.get(key)!r} here)"
-        for key in sorted(ours.keys() | theirs.keys())
-        if ours.get(key) != theirs.get(key)
-    ]
-    raise ValueError(
-        f"the state belongs to another order of the data: {', '.join(differing)}. Resuming would repeat or lose rows: "
-        "build the sampler with the same inputs, or start without the state."
-    )
-
-
-def _check_unlimited(max_sequences_per_bin: int | None, together: object, align_to: int) -> None:
-    given = {
-        "max_sequences_per_bin": max_sequences_per_bin,
-        "together": together,
-        "align_to": None if align_to == 1 else align_to,
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} does not go with method='concat', which fills every bin whatever it holds: leave it out, or use another method."
-            )
-
-
-def _check_documents(boundaries: Boundaries) -> None:
-    check_choice("boundaries", boundaries, get_args(Boundaries))
 
 
 def _order_of(batch_sampler: Any) -> Order:

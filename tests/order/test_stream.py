@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchDataLoader
 
 import multipack
 from multipack import PackedCollator, _core
@@ -161,7 +162,7 @@ class Rewinding:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("stop", [0, 1, 3, 6, "last"])
 def test_each_rank_resumes_its_share_of_a_stateful_source(monkeypatch, rank, stop):
-    monkeypatch.setattr("multipack.order.stream.Agreement.__init__", lambda self, timeout: None)
+    monkeypatch.setattr("multipack.order.stream.Agreement.__init__", lambda self, *_: None)
     monkeypatch.setattr("multipack.order.stream.Agreement.keep_step", lambda self, batches, *_, **__: batches)
 
     def packer():
@@ -201,7 +202,7 @@ def test_numbers_of_numpy_are_those_of_python():
 
 def test_ranks_take_every_nth_row(monkeypatch):
     # Without a process group there is no agreement, so only the split is looked at.
-    monkeypatch.setattr("multipack.order.stream.Agreement", lambda timeout: None)
+    monkeypatch.setattr("multipack.order.stream.Agreement", lambda *_: None)
     shares = [
         [row for batch in StreamPacker(ROWS, CAPACITY, num_replicas=3, rank=r) for row in row_ids(batch)]
         for r in range(3)
@@ -320,7 +321,7 @@ def test_bad_arguments_are_named(arguments, error, text):
 
 
 def test_worker_processes_cannot_agree_with_other_ranks(monkeypatch):
-    monkeypatch.setattr("multipack.order.stream.Agreement", lambda timeout: object())
+    monkeypatch.setattr("multipack.order.stream.Agreement", lambda *_: object())
     packer = StreamPacker(ROWS, CAPACITY, num_replicas=3, rank=1)
     monkeypatch.setattr(
         "multipack.order.stream.get_worker_info", lambda: SimpleNamespace(id=0, num_workers=2)
@@ -389,3 +390,129 @@ def test_states_of_other_streams_are_refused():
         StreamPacker(ROWS, CAPACITY + 1).load_state_dict(packer.state_dict())
     with pytest.raises(ValueError, match="not the state of a StreamPacker"):
         packer.load_state_dict({"epoch": 1})
+
+
+def tokens(count):
+    return {"input_ids": list(range(count))}
+
+
+def rows_of_batches(packer):
+    return [selection.source_rows().tolist() for selection in packer]
+
+
+def test_a_row_that_is_none_is_an_error_and_no_end():
+    packer = StreamPacker([tokens(3), None, tokens(2)], 8, pool_size=1)
+    with pytest.raises(TypeError, match="row 1 of the stream has no list of tokens"):
+        list(packer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [([], "the stream gave no row"), ([tokens(0)] * 3, "none of the stream's 3 rows can be packed"),
+     ([tokens(20)] * 4, "4 are above the capacity of 8")],
+)  # fmt: skip
+def test_an_epoch_without_a_sequence_is_an_error(rows, text):
+    with pytest.raises(ValueError, match=text):
+        list(StreamPacker(rows, 8, overlong="drop"))
+
+
+def test_sequences_of_a_stream_know_their_row():
+    # 5 + 3 and 4 + 4 fill bins of 8; row 2 is empty, row 5 is split into 8 and 1.
+    rows = [tokens(n) for n in (5, 3, 0, 4, 4, 9)]
+    packer = StreamPacker(rows, 8, pool_size=8, overlong="split")
+    found = sorted(row for batch in rows_of_batches(packer) for row in batch)
+    assert found == [0, 1, 3, 4, 5, 5]
+    batch = PackedCollator(return_indices=True)(
+        next(iter(StreamPacker(rows, 8, pool_size=1, overlong="split")))
+    )
+    assert batch["indices"].tolist() == [0]
+
+
+def test_rows_that_wait_keep_their_numbers_through_a_state():
+    rows = [tokens(1 + n % 5) for n in range(60)]
+    whole = rows_of_batches(StreamPacker(rows, 16, pool_size=8))
+    packer = StreamPacker(rows, 16, pool_size=8)
+    reading = iter(packer)
+    head = [next(reading).source_rows().tolist() for _ in range(4)]
+    resumed = StreamPacker(rows, 16, pool_size=8)
+    resumed.load_state_dict(packer.state_dict())
+    assert head + rows_of_batches(resumed) == whole
+
+
+class ByEpoch:
+    """Row i of epoch e holds e; keeps the epochs it was told."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([{"input_ids": [self.epoch] * 4} for _ in range(6)])
+
+
+def epochs_of(packer):
+    return {int(token) for selection in packer for row in selection for token in row["input_ids"]}
+
+
+def test_another_epoch_drops_a_loaded_place_and_the_same_keeps_it():
+    def half_read():
+        packer = StreamPacker(ByEpoch(), 8, pool_size=2)
+        packer.set_epoch(2)
+        next(iter(packer))
+        return packer.state_dict()
+
+    packer = StreamPacker(ByEpoch(), 8, pool_size=2)
+    packer.load_state_dict(half_read())
+    packer.set_epoch(2)
+    assert len(list(packer)) == 2
+    packer.load_state_dict(half_read())
+    packer.set_epoch(3)
+    assert len(list(packer)) == 3
+    assert epochs_of(packer) == {3}
+
+
+def test_an_epoch_reaches_workers_that_persist():
+    loader = TorchDataLoader(
+        StreamPacker(ByEpoch(), 8, pool_size=1),
+        batch_size=None,
+        collate_fn=PackedCollator(),
+        num_workers=1,
+        persistent_workers=True,
+    )
+    for epoch in (0, 4, 1):
+        loader.dataset.set_epoch(epoch)
+        assert {int(token) for batch in loader for token in batch["input_ids"].flatten()} == {epoch}
+
+
+def test_an_open_pass_obeys_a_loaded_state_with_its_next_batch():
+    rows = [tokens(4) for _ in range(8)]
+    packer = StreamPacker(rows, 8, pool_size=2)
+    reading = iter(packer)
+    next(reading)
+    state = packer.state_dict()
+    second = next(reading).source_rows().tolist()
+    packer.load_state_dict(state)
+    assert next(reading).source_rows().tolist() == second
+    assert len(list(reading)) == 2
+
+
+def test_a_shuffle_buffer_of_hugging_face_loses_no_row():
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_list([{"input_ids": [n, n]} for n in range(200)]).to_iterable_dataset(4)
+
+    def build():
+        return StreamPacker(stream.shuffle(seed=3, buffer_size=50), 8, pool_size=4)
+
+    def values(selections):
+        return [int(row["input_ids"][0]) for selection in selections for row in selection]
+
+    whole = values(build())
+    assert sorted(whole) == list(range(200))
+    packer = build()
+    reading = iter(packer)
+    head = values([next(reading) for _ in range(9)])
+    resumed = build()
+    resumed.load_state_dict(packer.state_dict())
+    assert head + values(resumed) == whole
