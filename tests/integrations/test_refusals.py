@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,15 @@ def test_validation_rows_keep_their_order_and_take_no_balance() -> None:
     loader = module.val_dataloader()
     assert not loader.batch_sampler.batch_sampler.plan.shuffle
     assert loader.batch_sampler.balance == "none"
+
+
+def test_trainer_resumes_on_the_same_numbers_only(tmp_path):
+    from multipack.integrations.transformers import _check_dealing
+
+    then = {"num_replicas": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
+    (tmp_path / "multipack.json").write_text(json.dumps(then))
+    _check_dealing(tmp_path, then)
+    with pytest.raises(ValueError, match=r"num_replicas \(2 then, 3 now\)"):
+        _check_dealing(tmp_path, then | {"num_replicas": 3})
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps \(4 then, 2 now\)"):
+        _check_dealing(tmp_path, then | {"gradient_accumulation_steps": 2})

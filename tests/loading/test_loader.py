@@ -14,6 +14,7 @@ import torch
 from loader_cases import WAYS, Rows, keys, packed, take, token_rows
 from torch.utils.data import DataLoader as TorchDataLoader
 
+from multipack.data.collate import PackedCollator
 from multipack.data.dataset import TokenDataset
 from multipack.loading.loader import DataLoader
 from multipack.loading.packed import packed_dataloader
@@ -222,3 +223,23 @@ def test_the_loader_follows_its_newest_pass() -> None:
         next(new)
     next(old)  # goes on, but moves nothing
     assert loader.state_dict()["sampler"]["batches"] == 3
+
+
+def test_lengths_of_other_data_are_refused_with_both_sizes() -> None:
+    rows = TokenDataset([[1, 2], [3]])
+    with pytest.raises(ValueError, match=r"the data set has 2 rows, but .* from the lengths of 3"):
+        DataLoader(rows, batch_sampler=MultipackBatchSampler([2, 1, 1], 4), collate_fn=PackedCollator())
+
+
+def test_what_an_epoch_leaves_out_is_in_the_stats() -> None:
+    loader = packed_dataloader([[1] * 3] * 5, 3, tail="drop", rank=0, num_replicas=2)
+    list(loader)
+    assert (loader.stats.left_out_sequences, loader.stats.left_out_tokens) == (1, 3)
+    assert "left out 1 sequences, 3 tokens" in str(loader.stats)
+
+
+def test_no_global_generator_is_touched_by_packed_loaders() -> None:
+    before = torch.get_rng_state()
+    for way in WAYS:
+        list(packed(**way))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multipack.order.batch import BatchIndices
+from multipack import DistributedBatchSampler, MultipackBatchSampler
+from multipack.order.batch import BatchIndices, LeftOut
 from multipack.order.dealing import redeal
 
 
@@ -79,3 +80,37 @@ def test_nothing_is_lost_and_parts_stay_inside_their_batch(case):
     assert sorted(kept) == list(range(len(lengths)))
     assert all(any(set(part) <= set(batch) for batch in batches) for part in dealt)
     assert any(part.repeated for part in dealt) == (len(lengths) < ranks)
+
+
+def test_what_an_epoch_leaves_out_is_counted_everywhere(caplog):
+    # 5 bins of one row of 3 tokens on 2 ranks: one is left over; bins_per_batch=2 leaves another one.
+    packing = MultipackBatchSampler([3] * 5, 3)
+    ranks = [DistributedBatchSampler(packing, num_replicas=2, rank=r, tail="drop") for r in range(2)]
+    last = [list(sampler)[-1] for sampler in ranks]
+    assert [batch.left_out for batch in last] == [LeftOut(1, 3)] * 2
+    assert [sampler.left_out for sampler in ranks] == [LeftOut(1, 3)] * 2
+    assert caplog.text.count("epoch 0 leaves out 1 sequences of 3 tokens") == 1  # by rank 0
+    in_twos = MultipackBatchSampler([3] * 5, 3, bins_per_batch=2, drop_last=True)
+    assert in_twos.left_out == LeftOut(1, 3)
+    assert list(in_twos)[-1].left_out == LeftOut(1, 3)
+    kept = DistributedBatchSampler(packing, num_replicas=2, rank=0)
+    assert kept.left_out == list(kept)[-1].left_out == LeftOut()
+
+
+@pytest.mark.parametrize("balance", ["micro_step", "step"])
+def test_balanced_steps_leave_out_what_they_do_not_deal(balance):
+    lengths = [9, 8, 7, 6, 5]
+    ranks = [
+        DistributedBatchSampler(
+            MultipackBatchSampler(lengths, 9),
+            num_replicas=2,
+            rank=r,
+            tail="drop",
+            accumulate=2,
+            balance=balance,
+        )
+        for r in range(2)
+    ]
+    dealt = [row for sampler in ranks for batch in sampler.read() for row in batch]
+    tokens = sum(lengths) - sum(lengths[row] for row in dealt)
+    assert ranks[0].left_out == LeftOut(5 - len(dealt), tokens)
