@@ -178,5 +178,5 @@ def check_agreement(fingerprint: str, group: dist.ProcessGroup | None = None) ->
     if other:
         raise ValueError(
             f"ranks {other} plan other data than rank 0: {everyone[other[0]]} against {everyone[0]}. They would train "
-            "overlapping rows or wait for each other for ever: give every rank the same data set, capacity and seed."
+            "overlapping rows or deadlock: give every rank the same data set, capacity and seed."
         )

@@ -136,7 +136,7 @@ def _need(package: str, what: str, *, asked: bool, otherwise: str = "") -> None:
 
 @contextmanager
 def _progress(options: argparse.Namespace) -> Iterator[Progress]:
-    """A bar on a terminal; nothing where nobody looks."""
+    """Progress bar if stderr is a terminal."""
     if options.json or not sys.stderr.isatty():
         yield lambda name, done, total: None
         return

@@ -34,7 +34,7 @@ _MOST_TOKENS = 1 << 40
 
 
 class Progress(Protocol):
-    """Told of `done` out of `total` rows of the file that is read; 0: nobody knows how many there are."""
+    """Told of `done` out of `total` rows of the file that is read; 0: their number is unknown."""
 
     def __call__(self, name: str, done: int, total: int) -> None: ...
 

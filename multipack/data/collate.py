@@ -214,11 +214,11 @@ class PackedCollator(_Collator):
     """Each sequence takes a multiple of this many slots. Its segment includes the slots after its end (labels
     `ignore_index`), and `cu_seq_lens_real` has the boundaries without them."""
     boundaries: Literal["document", "bin"] = "document"
-    """What attention and positions know of: each sequence by itself, or all of a "bin" as one, whose first label alone is masked."""
+    """What attention and positions know of: each sequence alone, or all of a "bin" as one, whose first label alone is masked."""
     position_start: int = 0
     """Position of the first token of each sequence; RoBERTa-like models count from `padding_idx + 1`, mostly 2."""
     max_length_to: int | None = None
-    """`max_length_q` and `max_length_k` are the next multiple of this, so that few values of them occur: each one compiles anew."""
+    """`max_length_q` and `max_length_k` are the next multiple of this, so that few values of them occur: each one is compiled."""
     block_mask: int | None = None
     """Side of FlexAttention's blocks in tokens, mostly 128: adds what `multipack.data.block_mask.block_mask(batch)` makes a
     BlockMask of, so that the loader's thread does the work."""

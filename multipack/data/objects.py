@@ -127,7 +127,7 @@ class Store:
             raise ValueError(
                 f"{stored.url} has changed since it was opened first (then {stored.size} bytes, version {stored.version}; now "
                 f"{info.size} bytes, version {self._version(info)}): its rows are no longer those that the plan was made of. Write "
-                "changed data under another name, and open them anew."
+                "changed data under another name, and open them again."
             )
 
     def retry(self, url: str, attempt: Callable[[], _T]) -> _T:

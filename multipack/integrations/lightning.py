@@ -1,6 +1,6 @@
 """Lightning on packed batches.
 
-The one rule: loaders are built in hooks, when the process group stands, and their lengths are asked for anew each epoch. Packing may
+The one rule: loaders are built in hooks, when the process group stands, and their lengths are asked for again each epoch. Packing may
 give another epoch a batch more, and Lightning would otherwise stop where the first epoch ended.
 """
 

@@ -287,7 +287,7 @@ class _Epochs:
 
     @classmethod
     def of(cls, loader: DataLoader[Any], accumulate: int) -> _Epochs | None:
-        """None for streams, of which nobody knows the length."""
+        """None for streams, whose length is unknown."""
         sampler = loader.batch_sampler
         return cls(sampler, accumulate) if isinstance(sampler, DistributedBatchSampler) else None
 

@@ -227,7 +227,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     @property
     def _runs_threads(self) -> bool:
-        """Whether batches are made by our threads (or by nobody but the consumer, over our own parts)."""
+        """Whether batches are made by our threads (or by the consumer itself, over our own parts)."""
         if self.worker_type == "auto":
             given = self.worker_init_fn is not None or self.multiprocessing_context is not None
             return self._is_ours and not given

@@ -38,7 +38,7 @@ class Prefetcher(Generic[T]):
         depth: items that may be taken and not yet yielded; 0 works synchronously, with no thread.
         threads: how many threads run `map` at once; the order of the items is kept. At most `depth` are started.
         map: what makes a batch of an item, in the threads; `None` yields the items as they are.
-        timeout: seconds the consumer waits for one item before it raises with the stacks of the threads; 0 waits for ever.
+        timeout: seconds the consumer waits for one item before it raises with the stacks of the threads; 0 waits without a limit.
             Needs a thread, so it is an error with `depth=0`.
         name: of the threads.
 
@@ -74,10 +74,10 @@ class Prefetcher(Generic[T]):
         if threads < 1:
             raise ValueError(f"threads={threads}: at least one thread is needed; depth=0 works without any.")
         if timeout < 0:
-            raise ValueError(f"timeout={timeout} is negative: give seconds, or 0 to wait for ever.")
+            raise ValueError(f"timeout={timeout} is negative: give seconds, or 0 to wait without a limit.")
         if timeout > 0 and depth == 0:
             raise ValueError(
-                f"timeout={timeout} with depth=0: without a thread nobody can watch. Give a depth, or no timeout."
+                f"timeout={timeout} with depth=0: there is no thread to enforce it. Give a depth, or no timeout."
             )
         self.source = source
         self.depth = depth
@@ -238,7 +238,7 @@ class _Work:
         for _ in range(self.depth):
             self.slots.put(None)
 
-        # Guards the source: `taken` counts its items, and after `exhausted` nobody asks it again.
+        # Guards the source: `taken` counts its items, and after `exhausted` it is not asked again.
         self.turn = threading.Lock()
         self.taken = 0
         self.exhausted = False
@@ -363,7 +363,7 @@ class _Work:
                 thread.join(max(0.0, deadline - monotonic()))
 
     def drop_made(self) -> None:
-        """Free the batches that nobody will take."""
+        """Free the batches that are left."""
         if self.is_foreign():
             return
         with contextlib.suppress(Empty):

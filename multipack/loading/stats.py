@@ -137,7 +137,7 @@ class LoaderStats:
         self.producer_seconds += producer_seconds
 
     def reset(self) -> None:
-        """Start counting anew, as after warming up."""
+        """Reset the counts, as after warm-up."""
         for field in fields(self):
             if field.name != "queue_depth":
                 setattr(self, field.name, field.default)

@@ -65,7 +65,7 @@ class ConcatPlan:
         capacity: tokens of a bin.
         epoch, seed: name the order of rows and of bins.
         shuffle: False keeps the order of rows, and bins as they come.
-        boundaries: what attention and positions know of: each "document" by itself, or the "bin" as one sequence. Changes
+        boundaries: what attention and positions know of: each "document" alone, or the "bin" as one sequence. Changes
             `costs` alone.
         window: bins among which bins are shuffled, about; None for 8192. Neighbours in a document are then far apart in an
             epoch, as Megatron's shuffle index and OLMo-core's have it.

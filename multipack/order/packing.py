@@ -132,7 +132,7 @@ def pack(
     check_lengths(checked, capacity)
     limit = sequence_limit(max_sequences_per_bin)
     seed = whole_number("seed", seed)
-    # A copy, which nobody else changes while it is packed, nor afterwards.
+    # A copy, so that no one changes it while it is packed, or afterwards.
     small = np.array(checked, np.int32)
     if small.size >= 2**31:
         raise ValueError(

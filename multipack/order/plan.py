@@ -1,7 +1,7 @@
 """The order of all bins of an epoch, planned window by window.
 
 One rule: a plan depends on (lengths, capacity, seed, epoch, method) and never on ranks, so that every rank can
-compute it alone and a run can go on with another number of ranks.
+compute it alone and a run can resume on another number of ranks.
 """
 
 from __future__ import annotations

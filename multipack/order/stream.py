@@ -47,7 +47,7 @@ class StreamPacker(IterableDataset[Selection]):
         seed: breaks ties between rows that fit equally well.
         num_replicas, rank: number of ranks and this one; None to discover them. A Hugging Face stream is split by
             `split_dataset_by_node`, any other by taking every num_replicas-th row.
-        tail: ranks may have different numbers of batches, which nobody knows beforehand, so with several ranks they agree
+        tail: ranks may have different numbers of batches, a number that is unknown beforehand, so with several ranks they agree
             before each batch by one small collective of their own (gloo). "pad": ranks that ran out repeat their last batch,
             which counts for nothing, until all ended, so that nothing is lost. "drop": all stop with the first.
         timeout: seconds after which waiting for the other ranks is an error.
@@ -201,7 +201,7 @@ class StreamPacker(IterableDataset[Selection]):
         ]
         if differing:
             raise ValueError(
-                f"the state belongs to another stream: {', '.join(differing)}. Going on would repeat or lose rows: build the "
+                f"the state belongs to another stream: {', '.join(differing)}. Resuming would repeat or lose rows: build the "
                 "StreamPacker with the same arguments on the same ranks."
             )
         self._loaded = None if state["source"] is None else dict(state)

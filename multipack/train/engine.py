@@ -256,7 +256,7 @@ def _shared_out(
     """Stage 1: the optimizer of all parameters, and the one inside it that updates this rank's."""
     with (
         warnings.catch_warnings()
-    ):  # torch compiles optimizers nobody uses with a deprecated tool when this is imported
+    ):  # torch compiles unused optimizers with a deprecated tool when this is imported
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     cls, arguments = spec.rule()

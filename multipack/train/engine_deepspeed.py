@@ -93,7 +93,7 @@ class DeepSpeedEngine(Engine):
         self.optimizer = optimizer.build(model.parameters())
         self._eight_bit = optimizer.name == "adamw_bnb_8bit"
         self._stage: int = options.deepspeed["zero_optimization"]["stage"]
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where nobody launched ranks
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where no launcher started ranks
         self._engine, *_ = deepspeed.initialize(
             model=self.module,
             optimizer=self.optimizer,
@@ -151,7 +151,7 @@ class DeepSpeedEngine(Engine):
     def state_tensors(self) -> dict[str, Tensor]:
         """Whole copies in host memory: DeepSpeed's own shards fit no other number of ranks.
 
-        But adamw_bnb_8bit quantises blocks of a flat shard, which cannot be cut anew: its state is saved under the rank's name, and
+        But adamw_bnb_8bit quantises blocks of a flat shard, which cannot be cut again: its state is saved under the rank's name, and
         loads on as many ranks.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

@@ -30,7 +30,7 @@ def model_config(config: RunConfig, vocabulary: int, longest: int) -> Pretrained
     Args:
         config: of the run.
         vocabulary: tokens of the tokenizer; a small Llama is made for so many.
-        longest: tokens of the longest row. Positions start anew in every row, so a bin may be longer than the model's.
+        longest: tokens of the longest row. Positions restart in every row, so a bin may be longer than the model's.
 
     Raises:
         ValueError: no such model, rows can be longer than the model's positions, or the tokenizer has more tokens than the model has embeddings.
@@ -155,7 +155,7 @@ def _model_class(name: str) -> Any:
     found = getattr(transformers, name, None)
     if found is None:
         raise ValueError(
-            f"model_type is {name}, which transformers {transformers.__version__} does not have. AutoModelForCausalLM finds the class by itself."
+            f"model_type is {name}, which transformers {transformers.__version__} does not have. AutoModelForCausalLM finds the class."
         )
     return found
 

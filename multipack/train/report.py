@@ -31,7 +31,7 @@ class MetricsLog:
 
     Args:
         folder: made if missing.
-        first_step: steps done before; later lines of an earlier attempt are dropped. 0 starts anew.
+        first_step: steps done before; later lines of an earlier attempt are dropped. 0 starts a new run.
     """
 
     def __init__(self, folder: str | Path, *, first_step: int = 0) -> None:

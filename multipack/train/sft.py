@@ -234,7 +234,7 @@ def train(run: Run, options: EngineOptions) -> None:
             export_model(engine, run.data.tokenizer, run.folder / "model")
         elif report is not None:
             report.message(
-                f"stopped by SIGTERM after step {stepper.step}; saved {saved}: go on with --resume_from_checkpoint last"
+                f"stopped by SIGTERM after step {stepper.step}; saved {saved}: resume with --resume_from_checkpoint last"
             )
 
 

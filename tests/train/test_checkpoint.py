@@ -194,7 +194,7 @@ def test_a_change_in_any_block_of_a_file_is_found(tmp_path, monkeypatch):
 def test_state_that_is_no_json_is_damaged(tmp_path):
     path = save_checkpoint(tmp_path, 1, tensors(1.0), {}, keep=1)
     (path / "state.json").write_text('{"version": 1')
-    with pytest.raises(ValueError, match=r"state\.json is damaged: no JSON.*start anew"):
+    with pytest.raises(ValueError, match=r"state\.json is damaged: no JSON.*start a new run"):
         read_state(path)
 
 

@@ -118,7 +118,7 @@ def split_rows(
             f"val_set_size {val_set_size} takes {count} of {num_rows} rows, which leaves none for "
             f"{'validation' if count == 0 else 'training'}. Give a size between 1 and {num_rows - 1} rows, or 0 for no validation."
         )
-    order = np.random.RandomState(seed).permutation(num_rows)  # numpy keeps this generator's stream for ever
+    order = np.random.RandomState(seed).permutation(num_rows)  # numpy guarantees this generator's stream
     return np.sort(order[count:]), np.sort(order[:count])
 
 

@@ -31,7 +31,7 @@ def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
         if loader is None:
             raise ValueError(
                 f"tokenizer_type is {config.tokenizer_type}, which transformers {transformers.__version__} does not have. "
-                "AutoTokenizer finds the class by itself."
+                "AutoTokenizer finds the class."
             )
         try:
             tokenizer = loader.from_pretrained(name, trust_remote_code=config.trust_remote_code)

@@ -182,7 +182,7 @@ def _run_iterations(trainer: PPOTrainer, prompts: Iterator[list[list[int]]], run
             if stops and trainer.iteration < total:
                 if report is not None:
                     report.message(
-                        f"stopped by SIGTERM after iteration {trainer.iteration}; saved {saved}: go on with "
+                        f"stopped by SIGTERM after iteration {trainer.iteration}; saved {saved}: resume with "
                         "--resume_from_checkpoint last"
                     )
                 break

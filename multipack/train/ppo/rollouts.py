@@ -35,7 +35,7 @@ class Rollouts:
     response_lengths: IntArray
     """[n] Tokens of the response, the end token included; 0 is allowed."""
     finished: npt.NDArray[np.bool_]
-    """[n] Whether the response ended by itself; the others met the length limit."""
+    """[n] Whether the response ended with an end token; the others met the length limit."""
     sequence_rewards: FloatArray
     """[n] Total reward of the sequence, without the KL penalty."""
     tokens: npt.NDArray[np.int32]

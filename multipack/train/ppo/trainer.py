@@ -217,7 +217,7 @@ class PPOTrainer:
         ]
         if differing:
             raise ValueError(
-                f"{checkpoint} is of another run: {', '.join(differing)}. Going on would repeat or lose prompts: resume with "
+                f"{checkpoint} is of another run: {', '.join(differing)}. Resuming would repeat or lose prompts: resume with "
                 "the configuration that wrote it."
             )
         load_tensors(checkpoint, self.engine.state_tensors())

@@ -40,7 +40,7 @@ def step_rows(
 ) -> Iterator[IntArray]:
     """Rows of the buffer that each optimizer step takes, in turn.
 
-    "epochs" shuffles the buffer anew for every pass and takes each row once a pass; "steps" draws each step's rows without
+    "epochs" shuffles the buffer again for every pass and takes each row once a pass; "steps" draws each step's rows without
     replacement, so a row may come again in another step or not at all.
     """
     rng = np.random.default_rng(seed)
