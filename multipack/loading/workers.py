@@ -31,7 +31,8 @@ class Recorder:
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.feed, StreamFeed):
-            return iter(self.index_sampler)  # endless: the number of rows of a batch; the stream says when it ends
+            # Endless: the number of rows of a batch; the stream says when it ends.
+            return iter(self.index_sampler)
         self.number, items = self.feed.open()
         self.taken = deque()
         return self._record(items, self.taken)

@@ -199,7 +199,9 @@ def _verified_state(checkpoint: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, how: str) -> str:
     older = [other.name for other in _checkpoints(path.parent.parent) if other != path.parent]
-    remedy = f"Resume from {older[-1]}" if older else "There is no other checkpoint beside it: start a new run"
+    remedy = (
+        f"Resume from {older[-1]}" if older else "There is no other checkpoint beside it: start a new run"
+    )
     return f"{path} is damaged: {how}. {remedy}, or copy the folder again."
 
 
