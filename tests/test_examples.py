@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SAYS = {
     "plain_loop.py": "epoch 1:",
     "drop_in_swap.py": "32 equal batches",
-    "accelerate_loop.py": "for 5 were seen before the save",
+    "accelerate_loop.py": "for 4 were seen before the save",
     "hf_trainer.py": "steps, evaluation",
     "lightning_fit.py": "steps, validation",
     "deepspeed_loop.py": "rank 0, resumed:",

@@ -305,7 +305,7 @@ class RemoteRows:
             / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.npy"
         )
         if kept.exists():
-            return np.load(kept)  # type: ignore[no-any-return]  # np.load knows no dtype
+            return np.load(kept, allow_pickle=False)  # type: ignore[no-any-return]  # np.load knows no dtype
         lengths = self._files.store.read(
             stored, lambda file: blocks.read_lengths(file, form, self._column, self._files.lengths)
         )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from multipack import MultipackBatchSampler
@@ -46,7 +47,8 @@ def as_list(rows: Any) -> list[int]:
 
 
 def loader(dataset: Any, **way: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, batch_sampler=MultipackBatchSampler([1] * COUNT, 3), collate_fn=as_list, **way)
+    sampler = MultipackBatchSampler([1] * COUNT, 3)
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=as_list, worker_type="thread", **way)
 
 
 @settings(max_examples=25)
@@ -101,8 +103,10 @@ def test_a_slow_source_slows_and_changes_nothing() -> None:
     assert slow.stats.wait_share > 0.5
 
 
-def test_a_data_set_shorter_than_its_lengths_is_an_error_that_names_the_row() -> None:
+def test_a_data_set_shorter_than_its_lengths_is_an_error_that_names_both_or_the_row() -> None:
     short = TokenDataset((np.zeros(10, np.int32), np.arange(0, 11, 2)))
     sampler = MultipackBatchSampler([2] * 6, 4, shuffle=False)
+    with pytest.raises(ValueError, match=r"the data set has 5 rows, but .* from the lengths of 6"):
+        DataLoader(short, batch_sampler=sampler, collate_fn=list)
     with pytest.raises(IndexError, match=r"sequence 5 is outside 0\.\.4"):
-        list(DataLoader(short, batch_sampler=sampler, collate_fn=list))
+        list(TorchDataLoader(short, batch_sampler=sampler, collate_fn=list))

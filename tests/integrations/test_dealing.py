@@ -70,7 +70,7 @@ def test_our_loader_refuses_to_give_all_ranks_the_same(monkeypatch: pytest.Monke
     assert sum(batch["num_tokens"] for batch in loader) == 31
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="every one of 3 ranks would get the same batches"):
+    with pytest.raises(ValueError, match="each of 3 ranks would get the same batches"):
         iter(loader)
 
 
