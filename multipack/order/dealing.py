@@ -67,6 +67,10 @@ class Dealing:
         whole, rest = divmod(num_batches, self.num_replicas)
         return whole + (rest > 0 and self.tail != "drop")
 
+    def optimizer_steps(self, num_batches: int) -> int:
+        """Optimizer steps that so many global batches give."""
+        return -(-self.micro_steps(num_batches) // self.accumulate)
+
     def remaining(self, order: Order, place: Place) -> int:
         """Micro-steps of the epoch from `place` on."""
         return self.micro_steps(len(order) - place.batches) - place.micro_steps
@@ -99,6 +103,22 @@ class Dealing:
                     self._report(order.epoch, batch.left_out)
                 yield batch
             step = 0
+
+    def step(self, order: Order, step: int) -> list[list[BatchIndices]]:
+        """Batches of an optimizer step by micro-step and rank, counted from the start of the epoch; none behind its end."""
+        window, inside = divmod(step, self.balance_window)
+        start = window * self.group
+        count = count_batches(order, start, self.group)
+        if not count:
+            return []
+        dealt, left = self._deal_group(order, start, count)
+        first = inside * self.accumulate
+        found = [[order.batch(int(i)) for i in ranks] for ranks in dealt[first : first + self.accumulate]]
+        if left and self.tail == "error":
+            self.check_tail(order)
+        if left and self.tail != "drop" and first <= len(dealt) < first + self.accumulate:
+            found.append(self._last(order, [order.batch(i) for i in left], range(self.num_replicas)))
+        return found
 
     def check_tail(self, order: Order, start: int = 0) -> None:
         """Refuse, under "error", batches from `start` on that do not fill a last micro-step."""
@@ -140,15 +160,15 @@ class Dealing:
         for step in range(first_step, len(dealt)):
             yield order.batch(int(dealt[step, self.rank]))
         if left and self.tail != "drop":
-            yield self._last(order, [order.batch(i) for i in left])
+            yield from self._last(order, [order.batch(i) for i in left], [self.rank])
 
-    def _last(self, order: Order, left: list[BatchIndices]) -> BatchIndices:
-        """This rank's share of batches that do not fill a micro-step."""
+    def _last(self, order: Order, left: list[BatchIndices], ranks: Sequence[int]) -> list[BatchIndices]:
+        """The shares of `ranks` of batches that do not fill a micro-step."""
         if self.tail == "split":
-            return redeal(left, self.num_replicas, order.length_of)[self.rank]
-        if self.rank < len(left):
-            return left[self.rank]
-        return order.early(self.rank - len(left)).as_repeat()
+            dealt = redeal(left, self.num_replicas, order.length_of)
+            return [dealt[rank] for rank in ranks]
+        spare = len(left)
+        return [left[r] if r < spare else order.early(r - spare).as_repeat() for r in ranks]
 
     def left_out(self, order: Order) -> LeftOut:
         """Sequences and tokens that an epoch leaves out, over all ranks."""

@@ -1,162 +1,37 @@
-"""The public samplers: an order, this rank's share of it, and where the consumer stands.
+"""The public samplers: the global order of packed bins, and one rank's share of an order.
 
-The one rule: reading is pure, and only a batch that was handed to the consumer moves the cursor, by the mark it carries.
+The one rule: neither reads more than its inputs; `OrderSampler` says what they share.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import ArrayLike
-from torch.utils.data import Sampler
 
-from multipack.arguments import whole_number
 from multipack.distributed import data_ranks
-from multipack.frameworks import EpochForwarder, check_not_dealt_again, refuse_rebuilding
+from multipack.frameworks import check_not_dealt_again
 from multipack.order.balance import BalanceMode
-from multipack.order.batch import BatchIndices, LeftOut, Place
+from multipack.order.batch import BatchIndices, Place
 from multipack.order.concat import Boundaries, ConcatPlan, check_documents, check_unlimited
-from multipack.order.cursor import Cursor
 from multipack.order.dealing import Dealing, Tail
 from multipack.order.groups import Groups
 from multipack.order.listed import ListedOrder
+from multipack.order.order_sampler import OrderSampler
 from multipack.order.orders import BinOrder, Order
 from multipack.order.packing import PackMethod
 from multipack.order.plan import EpochPlan
-from multipack.order.saved import STATE_VERSION, check_fingerprint
+from multipack.order.saved import check_fingerprint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from typing_extensions import Self
 
 _OLD_BALANCE = {"sorted": "micro_step", "lpt": "step"}  # names in states saved before they were renamed
 
 _logger = logging.getLogger(__name__)
-
-
-class OrderSampler(Sampler[list[int]]):
-    """What both samplers share: the batches of an order that one rank takes, and the place of their consumer.
-
-    An epoch that was wholly consumed advances to the next one, so forgetting `set_epoch` repeats no data. A pass that was broken off
-    begins again; a loaded place is used once, by the next pass.
-    """
-
-    batch_size = None
-    drop_last: bool
-    deals_to_ranks: ClassVar[bool]
-    """Whether each rank gets a share of its own; see `frameworks`."""
-
-    def __init__(self, order: Order, dealing: Dealing) -> None:
-        self._order = order
-        self.dealing = dealing
-        self.cursor: Cursor[Place] = Cursor(Place(), _epoch_start)
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        refuse_rebuilding(cls, kwargs)
-        return super().__new__(cls)
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next batch: names the order of the data."""
-        return self.cursor.mark.epoch
-
-    @property
-    def order(self) -> Order:
-        """The batches of the current epoch over all ranks."""
-        return self._order.at(self.epoch)
-
-    @property
-    def capacity(self) -> int | None:
-        """Token slots of a bin; None where nothing is packed."""
-        return self._order.capacity
-
-    @property
-    def sampler(self) -> EpochForwarder:
-        """An object whose `set_epoch` reaches this sampler: frameworks look for it here."""
-        return EpochForwarder(self)
-
-    @property
-    def fingerprint(self) -> str:
-        """What the order of batches depends on besides epoch and ranks, as canonical JSON."""
-        return self.order.fingerprint
-
-    @property
-    def remaining(self) -> int:
-        """Batches that the next pass will yield."""
-        start = self.cursor.start
-        return self.dealing.remaining(self._order.at(start.epoch), start)
-
-    @property
-    def left_out(self) -> LeftOut:
-        """Sequences and tokens that the current epoch leaves out over all ranks, because of `drop_last` or tail="drop"."""
-        return self.dealing.left_out(self.order)
-
-    def num_batches(self, epoch: int) -> int:
-        """Exact number of this rank's batches in an epoch, which is the same on every rank."""
-        return self.dealing.micro_steps(len(self._order.at(epoch)))
-
-    def __len__(self) -> int:
-        return self.num_batches(self.epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; the epoch it already is in keeps its place, as after `load_state_dict`."""
-        number = whole_number("epoch", epoch, 0)
-        if number != self.epoch:
-            self.cursor.restart_at(Place(number))
-
-    def read(self, place: Place | None = None) -> Iterator[BatchIndices]:
-        """Batches of an epoch from `place` on, or those of the next pass. Looking at them moves nothing."""
-        start = self.cursor.start if place is None else place
-        return self.dealing.read(self._order.at(start.epoch), start)
-
-    def __iter__(self) -> Iterator[BatchIndices]:
-        number, place = self.cursor.begin()
-        batches = self.read(place)
-        while (batch := next(batches, None)) is not None:
-            assert batch.after is not None
-            self.cursor.took(number, batch.after)
-            yield batch
-            if self.cursor.was_interrupted(number):
-                number, place = self.cursor.begin()
-                batches = self.read(place)
-
-    def skip(self, num_batches: int) -> None:
-        """Let the next pass begin so many of this rank's batches later. No row is read to get there.
-
-        Raises:
-            ValueError: the epoch has fewer batches left.
-        """
-        if not 0 <= num_batches <= self.remaining:
-            raise ValueError(
-                f"cannot skip {num_batches} batches: epoch {self.epoch} has {self.remaining} left for this rank. Was the number "
-                "saved with other data or another number of ranks? load_state_dict resumes on any number of ranks."
-            )
-        start = self.cursor.start
-        self.cursor.go_to(self.dealing.after(self._order.at(start.epoch), start, num_batches))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the consumer stands: plain integers and strings, the same on every rank."""
-        mark = self.cursor.mark
-        return {
-            "version": STATE_VERSION,
-            "epoch": mark.epoch,
-            "batches": mark.batches,
-            "fingerprint": self.fingerprint,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place; the next batch is the one that comes there.
-
-        Raises:
-            ValueError: the state is of another version or of other data (names what differs), or was saved inside a balanced
-                optimizer step that is dealt otherwise here.
-        """
-        place = Place(int(state["epoch"]), int(state["batches"]), int(state.get("micro_steps", 0)))
-        order = self._order.at(place.epoch)
-        self.cursor.go_to(place if self.dealing.has_more(order, place) else Place(place.epoch + 1))
 
 
 class MultipackBatchSampler(OrderSampler):
@@ -400,7 +275,3 @@ def _order_of(batch_sampler: Any) -> Order:
     if isinstance(batch_sampler, MultipackBatchSampler):
         return batch_sampler.order
     return batch_sampler if isinstance(batch_sampler, Order) else ListedOrder.checked(batch_sampler)
-
-
-def _epoch_start(place: Place) -> Place:
-    return Place(place.epoch)
