@@ -155,7 +155,11 @@ class DataLoader(TorchDataLoader[T_co]):
         feed = self._current_feed()
         if self.check_agreement and not self._has_agreed:
             check_ranks_agree(
-                json.dumps(feed.source.fingerprint if isinstance(feed, SamplerFeed) else len(self))
+                json.dumps(
+                    [feed.source.fingerprint, feed.source.skipped]
+                    if isinstance(feed, SamplerFeed)
+                    else len(self)
+                )
             )
             self._has_agreed = True
         return LoaderIterator(
@@ -180,6 +184,20 @@ class DataLoader(TorchDataLoader[T_co]):
         feed = self._current_feed()
         feed.set_epoch(epoch)
         tell_epoch(epoch, *(other for other in (self.sampler, self.dataset) if not _is_part_of(feed, other)))
+
+    def skip_steps(self, steps: Iterable[int], epoch: int | None = None) -> None:
+        """Leave optimizer steps of an epoch out; see the samplers' `skip_steps`. Kept in the state.
+
+        Raises:
+            TypeError: the batch sampler is not ours, so nothing names a step of it.
+            ValueError: from the sampler.
+        """
+        source = self._current_feed().source
+        if not isinstance(source, MultipackBatchSampler | DistributedBatchSampler):
+            raise TypeError(
+                f"skip_steps needs a loader over DistributedBatchSampler, which plans its steps, not {type(source).__qualname__}."
+            )
+        source.skip_steps(steps, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the newest pass stands, by the batches it yielded, or where the next one begins.

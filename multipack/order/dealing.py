@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Literal, TypeAlias, TypeVar
@@ -119,6 +119,32 @@ class Dealing:
         if left and self.tail != "drop" and first <= len(dealt) < first + self.accumulate:
             found.append(self._last(order, [order.batch(i) for i in left], range(self.num_replicas)))
         return found
+
+    def batches_of(self, order: Order, steps: Collection[int]) -> list[tuple[int, int]]:
+        """Global batches first..stop-1 of optimizer steps, counted from the start of the epoch.
+
+        Raises:
+            ValueError: there is no such step, or only some of the steps among which batches are dealt are given.
+        """
+        ranges = []
+        for window in sorted({step // self.balance_window for step in steps}):
+            start = window * self.group
+            count = count_batches(order, start, self.group)
+            first = window * self.balance_window
+            held = set(range(first, first + self.optimizer_steps(count)))
+            asked = {step for step in steps if step // self.balance_window == window}
+            if asked - held:
+                raise ValueError(
+                    f"epoch {order.epoch} has no step {min(asked - held)}: it has {self.optimizer_steps(len(order))} optimizer "
+                    "steps, from 0."
+                )
+            if held - asked:
+                raise ValueError(
+                    f"balance_window={self.balance_window} deals batches among steps {min(held)} to {max(held)}, so step "
+                    f"{min(held - asked)} cannot stay without the others: name all of them, or use balance_window=1."
+                )
+            ranges.append((start, start + count))
+        return ranges
 
     def check_tail(self, order: Order, start: int = 0) -> None:
         """Refuse, under "error", batches from `start` on that do not fill a last micro-step."""

@@ -244,7 +244,7 @@ class DistributedBatchSampler(OrderSampler):
             )
         super().load_state_dict(state)
         place = self.cursor.mark
-        self.dealing.check_tail(self._order.at(place.epoch), place.batches)
+        self.dealing.check_tail(self._kept(place.epoch), place.batches)
         self._report_change_of_step(then)
 
     def _dealt(self) -> dict[str, Any]:
@@ -273,5 +273,10 @@ def _order_of(batch_sampler: Any) -> Order:
             "the batch sampler is already dealt to ranks: each rank would get a share of its share."
         )
     if isinstance(batch_sampler, MultipackBatchSampler):
+        if batch_sampler.skipped:
+            raise ValueError(
+                "the batch sampler skips steps of its own, which the sampler of ranks would not see: call skip_steps of the "
+                "DistributedBatchSampler or of the loader."
+            )
         return batch_sampler.order
     return batch_sampler if isinstance(batch_sampler, Order) else ListedOrder.checked(batch_sampler)
