@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,6 +137,10 @@ def test_logits_of_packed_rows_are_off_by_bfloat16_alone_and_a_leak_is_seen(monk
     shape = gpu_sft.TINY_LLAMA_1B | small | {"num_attention_heads": 4, "num_key_value_heads": 2}
     packed, padded = gpu_sft.logit_errors(torch.device("cpu"), shape)
     assert 0 < packed <= 1.5 * padded < 0.05
-    loop = attention._segment_loop
-    monkeypatch.setattr(attention, "_segment_loop", lambda q, k, v, n, *more: loop(q, k, v, [sum(n)], *more))
+    loop = attention.segment_loop
+
+    def joined(q: Any, k: Any, v: Any, lengths: list[int], *more: Any, **names: Any) -> Any:
+        return loop(q, k, v, [sum(lengths)], *more, **names)
+
+    monkeypatch.setattr(attention, "segment_loop", joined)
     assert gpu_sft.logit_errors(torch.device("cpu"), shape)[0] > 10 * padded
