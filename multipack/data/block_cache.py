@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ class BlockCache:
         self._changed = threading.Condition()
         self._state = _State()
         self._forget_the_rest_of_a_fetch()
+        weakref.finalize(self, _stop, self._changed, self._state)
         self._left = {path.name: path.stat().st_size for path in self.folder.glob(f"*{_SUFFIX}")}
         self._state.used = sum(self._left.values())
 
@@ -242,29 +244,12 @@ class BlockCache:
 
     def _start_threads(self) -> None:
         while len(self._threads) < self._num_threads and not self._state.stopped:
-            thread = threading.Thread(target=self._fetch_ahead, name="multipack-fetch", daemon=True)
+            arguments = weakref.ref(self), self._changed, self._state
+            thread = threading.Thread(
+                target=_fetch_ahead, args=arguments, name="multipack-fetch", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
-
-    def _fetch_ahead(self) -> None:
-        while (block := self._await_next()) is not None:
-            try:
-                self._bring(block)
-            except BaseException as error:  # noqa: BLE001  # raised again where the block is asked for
-                with self._changed:
-                    self._state.failed[block] = error
-                    self._changed.notify_all()
-
-    def _await_next(self) -> Block | None:
-        """The next block to fetch, marked as being fetched; None when the cache is closed."""
-        with self._changed:
-            while not self._state.stopped:
-                block = self._next_wanted()
-                if block is not None:
-                    self._state.fetching.add(block)
-                    return block
-                self._changed.wait()
-        return None
 
     def _next_wanted(self) -> Block | None:
         """The block that is needed first of those that are missing, if it may be fetched now: those of the next batch always, others
@@ -283,6 +268,41 @@ class BlockCache:
             return not state.fetching  # until one is here, their size is unknown
         kept = sum(size for block, size in state.sizes.items() if block in state.uses)
         return kept + max(state.sizes.values()) * (len(state.fetching) + 1) <= self.cache_bytes
+
+
+# Invariant: a thread holds its cache only while it looks for a block or brings one, so a cache that is dropped ends its threads.
+def _fetch_ahead(cache_of: weakref.ref[BlockCache], changed: threading.Condition, state: _State) -> None:
+    while (found := _await_next(cache_of, changed, state)) is not None:
+        cache, block = found
+        try:
+            cache._bring(block)
+        except BaseException as error:  # noqa: BLE001  # raised again where the block is asked for
+            with changed:
+                state.failed[block] = error
+                changed.notify_all()
+        del cache, found
+
+
+def _await_next(
+    cache_of: weakref.ref[BlockCache], changed: threading.Condition, state: _State
+) -> tuple[BlockCache, Block] | None:
+    """The next block to fetch, marked as being fetched; None when the cache is closed or dropped."""
+    with changed:
+        while not state.stopped and (cache := cache_of()) is not None:
+            block = cache._next_wanted()
+            if block is not None:
+                state.fetching.add(block)
+                return cache, block
+            del cache
+            changed.wait()
+    return None
+
+
+def _stop(changed: threading.Condition, state: _State) -> None:
+    """Wake the threads of a cache that is gone. The condition's lock may be taken again by the thread that holds it."""
+    with changed:
+        state.stopped = True
+        changed.notify_all()
 
 
 def _write(path: Path, table: pa.Table) -> int:

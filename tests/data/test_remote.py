@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import logging
 import pickle
 import re
+import threading
 import time
 
 import fsspec
@@ -16,7 +18,7 @@ import pytest
 from pyarrow import fs, ipc, parquet
 
 from multipack import PackedCollator
-from multipack.data.block_cache import OwnFolder
+from multipack.data.block_cache import BlockCache, OwnFolder
 from multipack.data.dataset import TokenDataset
 from multipack.data.remote import remote
 
@@ -423,3 +425,29 @@ def test_lengths_of_arrow_files_need_no_values(s3_rows, tmp_path, bucket):
 def test_the_file_system_of_arrow_is_found_by_the_url():
     store = remote.__globals__["store_of"](["s3://bucket/a.parquet?region=us-east-1"], None, 1.0)[0]
     assert isinstance(store.filesystem, fs.S3FileSystem)
+
+
+def test_a_cache_that_is_dropped_ends_its_threads(tmp_path):
+    class Endless:
+        """Brings nothing before it is told to."""
+
+        def key(self, block):
+            return str(block)
+
+        def read(self, block):
+            raise OSError("gone")
+
+    def threads():
+        return [thread for thread in threading.enumerate() if thread.name == "multipack-fetch"]
+
+    gc.collect()
+    before = set(threads())
+    cache = BlockCache(tmp_path, 1 << 20, Endless(), threads=3)
+    cache.expect([])
+    assert len(set(threads()) - before) == 3
+    del cache
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while set(threads()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(threads()) - before
