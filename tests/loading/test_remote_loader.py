@@ -25,12 +25,16 @@ def bucket():
         for shard in range(3):
             rows = [rng.integers(0, 100, rng.integers(1, 60)).tolist() for _ in range(80)]
             table = pa.table({"input_ids": rows, "length": [len(row) for row in rows]})
-            parquet.write_table(table, f"of-loaders/train/{shard}.parquet", filesystem=direct, row_group_size=20)
+            parquet.write_table(
+                table, f"of-loaders/train/{shard}.parquet", filesystem=direct, row_group_size=20
+            )
         yield connection, faults
 
 
 def loaders(bucket, folder, count, **options):
-    source = lambda: remote("s3://of-loaders/train/", filesystem=bucket[0], lengths="length", cache_dir=folder)
+    source = lambda: remote(
+        "s3://of-loaders/train/", filesystem=bucket[0], lengths="length", cache_dir=folder
+    )
     return [
         packed_dataloader(
             source(),

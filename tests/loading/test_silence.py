@@ -189,7 +189,7 @@ def opened(what: str) -> tuple[Any, Any]:
 
 
 def loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("multipack")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("multipack-loader")]
 
 
 @pytest.mark.parametrize("what", ["stream", "sampler", "packed stream"])
