@@ -16,7 +16,7 @@ _MADE_HERE = frozenset(
     {
         *("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens_real", "indices"),
         *("max_length_q", "max_length_k", "num_tokens", "num_sequences", "num_target_tokens", "num_segments"),
-        *("num_slots", "num_bins", "bin_capacity"),
+        *("num_slots", "num_bins", "bin_capacity", "sum_loss_weights"),
         *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "block_size"),
     }
 )

@@ -22,6 +22,7 @@ from multipack.data.batch_columns import check_columns, label_columns, wide
 from multipack.data.block_mask import block_tables
 from multipack.data.columns import Columns
 from multipack.data.dataset import Selection, TokenDataset
+from multipack.data.loss_weights import add_loss_weights
 from multipack.data.reading import Located, read_scalars
 from multipack.data.static import StaticShape, round_up
 
@@ -58,6 +59,10 @@ class _Collator:
     return_indices: bool = False
     """Add `indices`: the row of the source of each sequence, int64 [num_sequences]."""
 
+    loss_weights: str | None = None
+    """How much targets count in the loss: "sequences" (each sequence 1, its targets alike), "tokens" (each target 1), or a column of
+    weights, one a token or one a sequence. Adds `loss_weights`, float32 beside the labels, and their sum `sum_loss_weights`."""
+
     def __post_init__(self) -> None:
         whole_number("pad_token_id", self.pad_token_id)
         whole_number("ignore_index", self.ignore_index)
@@ -76,6 +81,8 @@ class _Collator:
         if selection.repeated:
             batch["labels"].fill_(self.ignore_index)
             num_targets = 0
+        if self.loss_weights is not None:
+            add_loss_weights(batch, self.loss_weights, slots.places, self.ignore_index)
         if selection.groups is not None and "group" not in batch:
             batch["group"] = torch.tensor(selection.groups, dtype=torch.int64)
         if self.return_indices:

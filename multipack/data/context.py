@@ -142,6 +142,11 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
         raise ValueError(
             "the batch has no cu_seq_lens_q, so its sequences are not known: make it with PackedCollator, not with padding."
         )
+    if "loss_weights" in batch:
+        raise ValueError(
+            "the batch has loss_weights, which slices do not carry: their targets would be weighed alike. Collate without them for "
+            "context parallelism."
+        )
     if batch["labels"].shape != batch["input_ids"].shape:
         raise ValueError(
             f"labels of shape {tuple(batch['labels'].shape)} are one a sequence, and a sequence lies in several slices: context "

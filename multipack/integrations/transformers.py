@@ -122,6 +122,11 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """The Trainer's loss over what the model takes of a packed batch; before the first, a model that packing is wrong for is refused."""
+        if "loss_weights" in inputs:
+            raise ValueError(
+                "the batch has loss_weights, which the model's own loss ignores. Collate without loss_weights, or weigh the losses of the "
+                "tokens in a loop of your own, see multipack.optimizer_steps."
+            )
         if not self._verified and _is_ours(inputs):
             self._verified = True
             verify_packing(

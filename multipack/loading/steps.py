@@ -6,16 +6,19 @@ micro-batches and ranks. A mean over a micro-batch would give its tokens another
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from multipack.loading.loader import DataLoader
 from multipack.order.sampler import DistributedBatchSampler
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,15 @@ class OptimizerStep(Sequence[dict[str, Any]]):
     """Ranks that share the step. DistributedDataParallel and FSDP average gradients over them, so a loss that is divided by
     `num_target_tokens / num_replicas` gives the gradient of the mean over all target tokens."""
 
+    sum_loss_weights: float | None = None
+    """Sum of the `loss_weights` of the step, over all micro-batches and ranks; None where batches have none."""
+
     @property
     def loss_divisor(self) -> float:
-        """What each micro-batch's summed loss is divided by where gradients are averaged over ranks."""
-        return self.num_target_tokens / self.num_replicas
+        """What each micro-batch's summed loss is divided by where gradients are averaged over ranks. With `loss_weights` the losses
+        are summed with them, and their sum takes the place of the number of target tokens; 1 where it is 0."""
+        whole = self.num_target_tokens if self.sum_loss_weights is None else self.sum_loss_weights or 1.0
+        return whole / self.num_replicas
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -69,11 +77,16 @@ def optimizer_steps(loader: DataLoader[dict[str, Any]]) -> Iterator[OptimizerSte
         targets = sum(batch["num_target_tokens"] for batch in micro_batches)
         if sampler.num_replicas > 1:
             targets = _sum_over_ranks(targets)
-        yield OptimizerStep(micro_batches, max(1, targets), sampler.num_replicas)
+        weights = None
+        if "sum_loss_weights" in micro_batches[0]:
+            weights = math.fsum(batch["sum_loss_weights"] for batch in micro_batches)
+            if sampler.num_replicas > 1:
+                weights = _sum_over_ranks(weights)
+        yield OptimizerStep(micro_batches, max(1, targets), sampler.num_replicas, weights)
         del micro_batches  # its memory is free while the next step is waited for
 
 
-def _sum_over_ranks(count: int) -> int:
+def _sum_over_ranks(count: _Number) -> _Number:
     if not dist.is_initialized():
         raise RuntimeError(
             "several ranks share an optimizer step, so they add up its target tokens, but there is no process group. Call "
@@ -82,6 +95,7 @@ def _sum_over_ranks(count: int) -> int:
     device = torch.device("cpu")
     if dist.get_backend() == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    total = torch.tensor(count, dtype=torch.int64, device=device)
+    dtype = torch.int64 if isinstance(count, int) else torch.float64
+    total = torch.tensor(count, dtype=dtype, device=device)
     dist.all_reduce(total)
-    return int(total.item())
+    return type(count)(total.item())

@@ -32,6 +32,11 @@ def causal_lm_loss_sum(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         batch: from `PackedCollator` or `PaddedCollator`; label t is predicted from the tokens before t of its row.
     """
     labels = batch["labels"]
+    if "loss_weights" in batch:
+        raise ValueError(
+            "the batch has loss_weights, which this sum over targets would ignore. Collate without loss_weights, or weigh the losses of "
+            "the tokens in a loop of one's own, see optimizer_steps."
+        )
     if labels.shape[0] > 1:
         logits = model(**model_inputs(batch)).logits[:, :-1]
         predicts = labels[:, 1:] != IGNORE_INDEX
