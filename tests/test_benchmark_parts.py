@@ -144,3 +144,21 @@ def test_logits_of_packed_rows_are_off_by_bfloat16_alone_and_a_leak_is_seen(monk
 
     monkeypatch.setattr(attention, "segment_loop", joined)
     assert gpu_sft.logit_errors(torch.device("cpu"), shape)[0] > 10 * padded
+
+
+def test_the_static_gpu_script_sees_wrong_values_and_batches_that_changed():
+    gpu_static = importlib.import_module("benchmarks.gpu_static")
+    cpu = torch.device("cpu")
+    assert gpu_static.empty_segments_error(cpu, torch.float32, 4) < 1e-6
+    first, *others = gpu_static.batches(cpu, 256, gpu_static.BATCHES)
+    assert len(others) == gpu_static.BATCHES - 1
+    assert not any(gpu_static.changed(first, other) for other in others)
+    cut = first | {"cu_seq_lens_q": first["cu_seq_lens_q"][:-1], "max_length_q": first["max_length_q"] - 1}
+    assert gpu_static.changed(first, cut) == ["cu_seq_lens_q", "max_length_q"]
+
+
+def test_the_error_of_the_static_gpu_script_is_the_worst_tensor_and_keeps_nan():
+    gpu_static = importlib.import_module("benchmarks.gpu_static")
+    right = [torch.tensor([3.0, 4.0]), torch.tensor([2.0])]
+    assert gpu_static.relative_error([right[0], torch.tensor([1.0])], right) == 0.5
+    assert np.isnan(gpu_static.relative_error([right[0], torch.tensor([float("nan")])], right))

@@ -131,10 +131,12 @@ SECTIONS = [
     )),
     Section("gpu", "On a GPU", (
         "Copies that overlap with training; packed attention against padded and masked, outputs and gradients compared first; "
-        "training throughput of a Llama of TinyLlama's shape by loader, logits compared first."
+        "training throughput of a Llama of TinyLlama's shape by loader, logits compared first; "
+        "one CUDA graph over static batches, losses and gradients compared with eager steps."
     ), (
         "python -m benchmarks.gpu_loader",
         "python -m benchmarks.gpu_varlen",
         "python -m benchmarks.gpu_sft",
+        "python -m benchmarks.gpu_static",
     ), gpu),
 ]  # fmt: skip
