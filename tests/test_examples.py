@@ -23,6 +23,7 @@ SAYS = {
     "deepspeed_loop.py": "rank 0, resumed:",
     "streaming.py": "resumed with the batch that would have come next",
     "numba_packer.py": "500 rows came through the loader",
+    "dpo_packed.py": "64 pairs: loss",
     "elastic_resume.py": "3 ranks saw the others, each row once",
 }
 
