@@ -96,7 +96,10 @@ class TrainConfig(RunConfig):
     sample_packing: bool = True
     """Pack rows into bins of `sequence_len`. Off: `micro_batch_size` rows are padded to the longest of them."""
     pad_to_sequence_len: bool = False
-    """Pad every batch to `sequence_len` slots a bin: full batches have one number of tokens; their boundaries still differ."""
+    """Pad every batch to `sequence_len` slots a bin. With `max_sequences_per_bin` shapes are static: those of all batches, the last of an
+    epoch included, are equal, and so is the longest segment. Without it the number of boundaries differs, and a short batch is smaller."""
+    max_sequences_per_bin: int | None = None
+    """Most rows of a bin. None: as many as fit."""
     micro_batch_size: int = 1
     """Bins (or rows, without packing) a rank takes in one micro-step."""
     gradient_accumulation_steps: int = 1

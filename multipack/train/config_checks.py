@@ -115,11 +115,18 @@ def _check_interval(config: TrainConfig, name: str) -> None:
 
 def _check_batches(config: TrainConfig) -> None:
     if not config.sample_packing:
-        for name, plain in (("pad_to_sequence_len", False), ("balance", "none"), ("pack_method", "auto")):
+        for name, plain in (
+            ("pad_to_sequence_len", False),
+            ("max_sequences_per_bin", None),
+            ("balance", "none"),
+            ("pack_method", "auto"),
+        ):
             if getattr(config, name) != plain:
                 raise ValueError(
                     f"{name} is {getattr(config, name)} but sample_packing is false. It acts on bins: set sample_packing to true."
                 )
+    if config.max_sequences_per_bin is not None:
+        _at_least(config, "max_sequences_per_bin", 1)
     if config.prefetch_batches is not None and config.prefetch_batches < 1:
         raise ValueError(
             f"prefetch_batches is {config.prefetch_batches}; it must be at least 1. num_workers 0 turns prefetching off."

@@ -31,8 +31,9 @@ class RowLog:
         self._file = (rows / f"rank-{dist.get_rank()}.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def write(self, step: int, batches: Iterable[dict[str, Any]]) -> None:
-        """Add the rows of a step; repeats that only even out the ranks are left out."""
-        rows = [row for batch in batches if batch["num_sequences"] for row in batch["indices"].tolist()]
+        """Add the rows of a step; repeats that only even out the ranks, and -1 that only fills static shapes, are left out."""
+        counted = (batch["indices"].tolist() for batch in batches if batch["num_sequences"])
+        rows = [row for of_batch in counted for row in of_batch if row >= 0]
         self._file.write(json.dumps({"step": step, "rows": rows}) + "\n")
 
     def close(self) -> None:

@@ -58,7 +58,11 @@ def validation_loader(
     """Every validation row once over all ranks, in order; ranks without one repeat some with no target."""
     if config.sample_packing:
         ordered: MultipackBatchSampler | RowOrder = MultipackBatchSampler(
-            tokens.lengths, config.sequence_len, bins_per_batch=config.micro_batch_size, shuffle=False
+            tokens.lengths,
+            config.sequence_len,
+            bins_per_batch=config.micro_batch_size,
+            max_sequences_per_bin=config.max_sequences_per_bin,
+            shuffle=False,
         )
     else:
         ordered = RowOrder(len(tokens), config.micro_batch_size, shuffle=False)
@@ -74,6 +78,7 @@ def _shuffled(config: TrainConfig, tokens: TokenDataset) -> MultipackBatchSample
             bins_per_batch=config.micro_batch_size,
             seed=config.seed,
             method=config.pack_method,
+            max_sequences_per_bin=config.max_sequences_per_bin,
         )
     return RowOrder(len(tokens), config.micro_batch_size, seed=config.seed)
 
@@ -89,6 +94,9 @@ def _loader(
     if config.sample_packing:
         collator = PackedCollator(
             pad_to="capacity" if config.pad_to_sequence_len else None,
+            static=config.pad_to_sequence_len and config.max_sequences_per_bin is not None,
+            max_sequences_per_bin=config.max_sequences_per_bin,
+            bins_per_batch=config.micro_batch_size,
             pad_token_id=pad_token_id,
             return_indices=config.log_rows,
         )

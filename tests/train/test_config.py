@@ -113,6 +113,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_epochs": 0}, "num_epochs is 0"),
     ({"max_steps": 0}, "max_steps is 0"),
     ({"num_workers": -1}, "num_workers is -1"),
+    ({"max_sequences_per_bin": 0}, "max_sequences_per_bin is 0; it must be at least 1"),
+    (
+        {"sample_packing": False, "max_sequences_per_bin": 4},
+        "max_sequences_per_bin is 4 but sample_packing is false",
+    ),
     ({"prefetch_batches": 0}, "prefetch_batches is 0; .* num_workers 0"),
     ({"learning_rate": 0.0}, "learning_rate is 0"),
     ({"learning_rate": float("nan")}, "learning_rate is nan"),

@@ -271,6 +271,12 @@ def test_all_rows_in_one_step_have_one_loss_and_one_gradient_however_they_are_ba
     assert right["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     for more in (
         {"micro_batch_size": 3, "pad_to_sequence_len": "true", "pack_method": "next_fit"},
+        {
+            "micro_batch_size": 3,
+            "pad_to_sequence_len": "true",
+            "max_sequences_per_bin": 4,
+            "log_rows": "true",
+        },
         {"sample_packing": "false", "micro_batch_size": 5},
         {"sample_packing": "false", "micro_batch_size": 1, "gradient_checkpointing": "true"},
     ):
@@ -278,6 +284,11 @@ def test_all_rows_in_one_step_have_one_loss_and_one_gradient_however_they_are_ba
         assert line["num_target_tokens"] == right["num_target_tokens"]
         assert line["loss"] == pytest.approx(right["loss"], abs=1e-6)
         assert line["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-5)
+        if "log_rows" in more:
+            (logged,) = map(
+                json.loads, (Path(keys["output_dir"]) / "rows" / "rank-0.jsonl").read_text().splitlines()
+            )
+            assert sorted(logged["rows"]) == list(range(len(rows)))
 
 
 def test_the_exported_model_gives_the_loss_it_was_trained_to(keys):
