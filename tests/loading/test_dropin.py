@@ -331,6 +331,14 @@ def test_worker_init_fn_in_threads_is_refused() -> None:
         DataLoader(Squares(), num_workers=3, worker_type="thread", worker_init_fn=mark_worker)
 
 
+def test_get_worker_info_in_a_thread_is_none() -> None:
+    seen = Rows(
+        lambda i: (threading.current_thread() is threading.main_thread(), torch.utils.data.get_worker_info())
+    )
+    loader = DataLoader(seen, batch_size=None, num_workers=2, worker_type="thread")
+    assert {tuple(row) for row in loader} == {(False, None)}
+
+
 def test_worker_init_fn_runs_in_each_process() -> None:
     loader = DataLoader(
         Rows(lambda i: torch.utils.data.get_worker_info().seed_by_test),
