@@ -1,4 +1,5 @@
-"""How others even out the batches of one step over ranks. Each takes costs and a number of ranks and deals as `multipack.deal` does."""
+"""How others even out the batches of one step over ranks. Each takes costs and a number of ranks and deals as
+`multipack.deal` does."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ Dealt = npt.NDArray[np.int64]
 
 
 def heap_longest_first(costs: Costs, num_replicas: int) -> Dealt:
-    """Longest processing time first (Graham 1969) with a heap in Python; a rank that has its count takes no more."""
+    """Longest processing time first (Graham 1969) with a heap in Python; a rank that has its count takes no
+    more."""
     most = len(costs) // num_replicas
     ranks: list[list[int]] = [[] for _ in range(num_replicas)]
     heap = [(0.0, rank) for rank in range(num_replicas)]
@@ -25,10 +27,11 @@ def heap_longest_first(costs: Costs, num_replicas: int) -> Dealt:
 
 
 def karmarkar_karp(costs: Costs, num_replicas: int) -> Dealt:
-    """Largest differencing with equal counts, as RLHF trainers balance micro-batches (Karmarkar and Karp 1982).
+    """Largest differencing with equal counts, as RLHF trainers balance micro-batches (Karmarkar and Karp
+    1982).
 
-    Starts from groups of one batch for each rank; always merges the two most uneven groups, the largest sum of the one
-    with the smallest of the other.
+    Starts from groups of one batch for each rank; always merges the two most uneven groups, the largest sum
+    of the one with the smallest of the other.
     """
     order = np.argsort(costs).tolist()
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []

@@ -1,9 +1,11 @@
-"""The wait for batches while rows still lie on the disk: a loop that sleeps 20 ms a step, over a cold and then a warm page cache.
+"""The wait for batches while rows still lie on the disk: a loop that sleeps 20 ms a step, over a cold and
+then a warm page cache.
 
     python -m benchmarks.cold_cache
 
-The rows (600 MB) are written, flushed, and dropped from the page cache. Rows of a batch lie all over the files, as a shuffled epoch
-reads them. `read` is what came from the disk during the loop: zero in the first row means that the system kept the files after all.
+The rows (600 MB) are written, flushed, and dropped from the page cache. Rows of a batch lie all over the
+files, as a shuffled epoch reads them. `read` is what came from the disk during the loop: zero in the first
+row means that the system kept the files after all.
 """
 
 from __future__ import annotations

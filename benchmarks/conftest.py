@@ -1,4 +1,5 @@
-"""What pytest-benchmark measured becomes records: a table a group, a row an entry, its time and that over our first entry."""
+"""What pytest-benchmark measured becomes records: a table a group, a row an entry, its time and that over our
+first entry."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu_loader
 
-Part 1 trains by matrix products of about 20 ms a step, with batches of 16 MB: alone, with batches copied by the loop itself, and with
-`DataLoader(device=...)`. Overlapped copies cost nothing, so the step must take what it takes alone. Part 2 is made to catch memory
-that is reused too early: the consumer's stream falls ever further behind the copies, as it is kept busy before it reads each batch,
-and every batch is checked on the GPU.
+Part 1 trains by matrix products of about 20 ms a step, with batches of 16 MB: alone, with batches copied by
+the loop itself, and with `DataLoader(device=...)`. Overlapped copies cost nothing, so the step must take what
+it takes alone. Part 2 is made to catch memory that is reused too early: the consumer's stream falls ever
+further behind the copies, as it is kept busy before it reads each batch, and every batch is checked on the
+GPU.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def overlap(device: torch.device) -> bool:
 
 
 def arrives_whole(device: torch.device) -> bool:
-    """Every value of every batch, read late, while the next batches are being copied and older memory is free for reuse."""
+    """Every value of every batch, read late, while the next batches are being copied and older memory is free
+    for reuse."""
     loader: DataLoader[torch.Tensor] = DataLoader(
         Counted(CHECKED_BATCHES, 1024 * 1024),
         batch_size=None,
@@ -131,7 +133,8 @@ def arrives_whole(device: torch.device) -> bool:
 def main() -> int:
     if not torch.accelerator.is_available():
         print(
-            "No accelerator here: nothing was measured. Batches stay on the CPU, where device=None and 'cpu' leave them as they are."
+            "No accelerator here: nothing was measured. Batches stay on the CPU, where device=None and "
+            "'cpu' leave them as they are."
         )
         return 0
     accelerator = torch.accelerator.current_accelerator()

@@ -1,10 +1,12 @@
-"""The loaders on one GPU: a Llama of TinyLlama's shape with random weights, rows of real lengths, 4096 x 16 slots a step.
+"""The loaders on one GPU: a Llama of TinyLlama's shape with random weights, rows of real lengths, 4096 x 16
+slots a step.
 
     python -m benchmarks.gpu_sft
 
-History's configuration 1 as near as one script comes: full fine-tune in bfloat16, activations recomputed, 8-bit AdamW. A padded batch
-has as many rows as fit into the slots of a packed one; rivals load with two worker processes. First the logits of packed rows are
-checked against those of padded ones. Under 8 minutes on a GPU with 80 GB; says so and stops where there is none.
+History's configuration 1 as near as one script comes: full fine-tune in bfloat16, activations recomputed,
+8-bit AdamW. A padded batch has as many rows as fit into the slots of a packed one; rivals load with two
+worker processes. First the logits of packed rows are checked against those of padded ones. Under 8 minutes on
+a GPU with 80 GB; says so and stops where there is none.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ TINY_LLAMA_1B = {
 
 
 def logit_errors(device: torch.device, shape: dict[str, Any]) -> tuple[float, float]:
-    """How far bfloat16 logits are off those of padded rows in float32: of packed rows through our attention, and of padded rows.
+    """How far bfloat16 logits are off those of padded rows in float32: of packed rows through our attention,
+    and of padded rows.
 
-    Root mean squares, relative to the logits' own. Packing may cost no more than bfloat16 does. The weights are random, so that most of a
-    logit comes from attention: tokens that saw another sequence would be off by as much as the logits are large.
+    Root mean squares, relative to the logits' own. Packing may cost no more than bfloat16 does. The weights
+    are random, so that most of a logit comes from attention: tokens that saw another sequence would be off by
+    as much as the logits are large.
     """
     torch.manual_seed(0)
     config = LlamaConfig(**shape)

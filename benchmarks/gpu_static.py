@@ -1,10 +1,12 @@
-"""Static batches on one GPU: a CUDA graph captured on batch 0 replays on 200 of them, and attention takes empty segments.
+"""Static batches on one GPU: a CUDA graph captured on batch 0 replays on 200 of them, and attention takes
+empty segments.
 
     python -m benchmarks.gpu_static
 
-A small Llama in bfloat16, rows of real lengths, 4096 x 2 slots a batch. Every replay's loss and gradients are checked against an
-eager step on the same batch, which nothing was captured for; a batch that changed a shape or a number is an error. Variable-length
-attention with empty segments is checked against the same rows without them first. Says so and stops where there is no GPU.
+A small Llama in bfloat16, rows of real lengths, 4096 x 2 slots a batch. Every replay's loss and gradients are
+checked against an eager step on the same batch, which nothing was captured for; a batch that changed a shape
+or a number is an error. Variable-length attention with empty segments is checked against the same rows
+without them first. Says so and stops where there is no GPU.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ def changed(first: Batch, batch: Batch) -> list[str]:
 
 
 def train_step(model: nn.Module, batch: Batch) -> LossAndGradients:
-    """Loss summed over targets and all gradients. Every slot goes through the output layer: how many predict differs by batch."""
+    """Loss summed over targets and all gradients. Every slot goes through the output layer: how many predict
+    differs by batch."""
     logits = model(**model_inputs(batch)).logits[0, :-1]
     loss = cross_entropy_sum(logits, batch["labels"][0, 1:])
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]

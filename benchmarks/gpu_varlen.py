@@ -1,10 +1,12 @@
-"""Attention of a packed batch on one GPU, forward and backward: variable-length kernel, padded rows, and a mask of tokens x tokens.
+"""Attention of a packed batch on one GPU, forward and backward: variable-length kernel, padded rows, and a
+mask of tokens x tokens.
 
     python -m benchmarks.gpu_varlen
 
-Heads as TinyLlama's, bfloat16, rows of real lengths. Outputs and gradients of every way are checked against float32 attention of each
-row alone before they are timed. Padded rows are causal without any mask, their fastest way: what lies behind a row's end is not read.
-Under a minute; says so and stops where there is no GPU.
+Heads as TinyLlama's, bfloat16, rows of real lengths. Outputs and gradients of every way are checked against
+float32 attention of each row alone before they are timed. Padded rows are causal without any mask, their
+fastest way: what lies behind a row's end is not read. Under a minute; says so and stops where there is no
+GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ ROUNDS = 20
 
 
 class Rows(NamedTuple):
-    """Queries, keys and values of packed rows, [1, heads, tokens, head_dim], their boundaries, and a gradient of the output."""
+    """Queries, keys and values of packed rows, [1, heads, tokens, head_dim], their boundaries, and a gradient
+    of the output."""
 
     query: Tensor
     key: Tensor
@@ -123,7 +126,8 @@ def step(attend: Attend, rows: Rows) -> list[Tensor]:
 
 
 def error(attend: Attend, device: torch.device, num_rows: int, dtype: torch.dtype) -> float:
-    """Root mean square of what output or gradients are off, over the root mean square of their right values; the worst of them."""
+    """Root mean square of what output or gradients are off, over the root mean square of their right values;
+    the worst of them."""
     rows = made(device, num_rows, dtype)
     query, key, value = (leaf.detach().float().requires_grad_() for leaf in rows.leaves)
     right = step(alone, Rows(query, key, value, rows.lengths, rows.grad.float()))

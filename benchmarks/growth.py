@@ -3,7 +3,8 @@
     taskset -c 1 python -m benchmarks.growth               # everything, about a minute and a half
     taskset -c 1 python -m benchmarks.growth --parts ranks # one of the parts
 
-A rival's packer gets one round, and is left out where the time of the size before lets expect more than five seconds.
+A rival's packer gets one round, and is left out where the time of the size before lets expect more than five
+seconds.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ def plan_in_fresh_process(num_rows: int, who: str, rounds: int) -> dict[str, lis
 
 
 def plans(rounds: int) -> None:
-    """Planning an epoch as the number of rows grows: rank 3 of 8, beside torch's samplers, which only shuffle."""
+    """Planning an epoch as the number of rows grows: rank 3 of 8, beside torch's samplers, which only
+    shuffle."""
     table = "planning an epoch by number of rows"
     for size in SIZES:
         row = f"{size:,}"
@@ -148,7 +150,8 @@ def plans(rounds: int) -> None:
 
 
 def ranks(rounds: int) -> None:
-    """Dealing as the number of ranks grows: 10^6 log-normal rows, capacity 4096, accumulate 4; a step of heavy-tailed bins."""
+    """Dealing as the number of ranks grows: 10^6 log-normal rows, capacity 4096, accumulate 4; a step of
+    heavy-tailed bins."""
     lengths = lognormal(10**6)
     costs = batch_cost(*EpochPlan(heavy_tail(10**6), 32768).costs(0, 40_000))
 

@@ -1,4 +1,5 @@
-"""Lengths that the packing benchmarks run on: named distributions from seeds, and whole real sets where the folder `shared` is there."""
+"""Lengths that the packing benchmarks run on: named distributions from seeds, and whole real sets where the
+folder `shared` is there."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def bimodal(num_rows: int, capacity: int = 4096, seed: int = 0) -> Lengths:
 
 
 def triplets(num_rows: int, capacity: int = 4096, seed: int = 0) -> Lengths:
-    """Triples of a quarter to half a bin that fill it exactly, shuffled: the worst case for sorting packers."""
+    """Triples of a quarter to half a bin that fill it exactly, shuffled: the worst case for sorting
+    packers."""
     rng = np.random.default_rng(seed)
     quarter, half, count = capacity // 4, capacity // 2, num_rows // 3
     a = rng.integers(quarter, half, count)
@@ -92,7 +94,8 @@ def shared(name: str) -> Path:
 
 
 def real_sets(capacity: int) -> Iterator[tuple[str, Lengths]]:
-    """Every real set of lengths in random order; rows above the capacity are left out. Histograms are no sets of rows."""
+    """Every real set of lengths in random order; rows above the capacity are left out. Histograms are no sets
+    of rows."""
     for path in sorted(shared("lengths").glob("*.npy")):
         if path.stem.startswith("hist_"):
             continue

@@ -1,8 +1,8 @@
 """The loaders that are compared: one data set, one list of bins, the same batches out of each.
 
-Rows lie in a memory-mapped `datasets.Dataset` (`workloads.saved_dataset`). Each rival is a function of the data that returns an
-iterator over the batches of the bins. Rows come as Python lists unless their user asks for tensors, which trl's collator takes in
-about half of the time; rivals that few use without care get those.
+Rows lie in a memory-mapped `datasets.Dataset` (`workloads.saved_dataset`). Each rival is a function of the
+data that returns an iterator over the batches of the bins. Rows come as Python lists unless their user asks
+for tensors, which trl's collator takes in about half of the time; rivals that few use without care get those.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def grain_loader(data: Workload) -> Iterator[Any]:
 
 
 def plain_loader_over_ours(data: Workload) -> Iterator[Any]:
-    """torch's own loader over our data set, sampler and collator: what a framework makes of ours when it rebuilds it."""
+    """torch's own loader over our data set, sampler and collator: what a framework makes of ours when it
+    rebuilds it."""
     sampler = DistributedBatchSampler(
         MultipackBatchSampler(data.dataset.lengths, CAPACITY), num_replicas=1, rank=0
     )

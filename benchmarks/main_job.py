@@ -1,7 +1,7 @@
 """The jobs that the trainer runs without any data of the user's: how long they take, and what they learn.
 
-    python -m benchmarks.main_job sft    # the README's first command: a tiny Llama on text of the installed Python
-    python -m benchmarks.main_job ppo    # the built-in task of PPO, with three seeds
+    python -m benchmarks.main_job sft    # the README's first command: a tiny Llama on text of the installed
+    Python python -m benchmarks.main_job ppo    # the built-in task of PPO, with three seeds
 
 Two ranks, random weights, from the first import to the exported model.
 """
@@ -26,7 +26,8 @@ LAUNCH = "torchrun --nproc-per-node 2 -m multipack.train"
 
 
 def start_seconds() -> float:
-    """What two ranks take that only import the trainer: the machine's disk and interpreter, which every job pays."""
+    """What two ranks take that only import the trainer: the machine's disk and interpreter, which every job
+    pays."""
     command = [*LAUNCH.split()[:3], "-m", "benchmarks.main_job", "import"]
     return times(lambda: subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}), 1)[0]
 

@@ -16,7 +16,8 @@ Count = Callable[[npt.NDArray[np.int32], int], int]
 
 
 def assert_bins(name: str, bins: int, lengths: npt.NDArray[np.int32], capacity: int) -> None:
-    """At least the bound, and as many bins as best-fit decreasing needs, or at most so many more as the method may."""
+    """At least the bound, and as many bins as best-fit decreasing needs, or at most so many more as the
+    method may."""
     best = pack(lengths, capacity, method="best_fit_decreasing")
     most = float(len(best) + 2)
     if "next_fit" in name or name.endswith(" nf"):
@@ -31,7 +32,8 @@ def ours(method: Any) -> Count:
 
 
 def lightbinpack(method: str) -> Count:
-    """A method of lightbinpack (C++). It takes a list; the conversion is part of its price, as in real use."""
+    """A method of lightbinpack (C++). It takes a list; the conversion is part of its price, as in real
+    use."""
     import lightbinpack as library
 
     bins_of = getattr(library, method)

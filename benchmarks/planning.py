@@ -3,7 +3,8 @@
     taskset -c 1 python -m benchmarks.planning            # everything, about three minutes
     taskset -c 1 python -m benchmarks.planning quality    # one of the parts
 
-Ratios are between what took turns in this run; "radix sorts" is time over that of a radix sort of the same lengths (`probes.py`).
+Ratios are between what took turns in this run; "radix sorts" is time over that of a radix sort of the same
+lengths (`probes.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def memory_kib(field: str) -> int:
 
 
 def pairs_optimum(lengths: Any, capacity: int) -> int | None:
-    """Fewest bins where every length exceeds a third of a bin, so that a bin holds two at most; None elsewhere.
+    """Fewest bins where every length exceeds a third of a bin, so that a bin holds two at most; None
+    elsewhere.
 
     Then the longest with the longest that fits is a largest matching, so the count is proved.
     """
@@ -248,7 +250,8 @@ def plan() -> None:
     whole = EpochPlan(lengths, 4096)
     assert len(whole) == num_bins
     places = np.random.default_rng(0).integers(0, num_bins, 50)
-    # Three times each, far apart, so that the slowest is that of a place and not of what else the machine did.
+    # Three times each, far apart, so that the slowest is that of a place and not of what else the machine
+    # did.
     seek = np.min(
         [[times(partial(whole.bins, place, place + 1), 1)[0] for place in places] for _ in range(3)], axis=0
     )

@@ -89,7 +89,8 @@ def loss_of(batch: dict[str, Any], config: PPOConfig, ask: Callable[[Any], Any])
 def padded_batches(
     experience: Experience, dataset: TokenDataset, rows: Any, config: PPOConfig, device: torch.device
 ) -> DataLoader[dict[str, Any]]:
-    """This rank's micro-batches of an optimizer step as padding trainers cut them: as many sequences as fit at full length."""
+    """This rank's micro-batches of an optimizer step as padding trainers cut them: as many sequences as fit
+    at full length."""
     rank, num_replicas = dist.get_rank(), dist.get_world_size()
     size = max(1, config.micro_batch_tokens // int(experience.rollouts.lengths.max()))
     mine = rows[rank::num_replicas].tolist()
@@ -108,7 +109,8 @@ def mean_loss(engine: Engine, experience: Experience, batches: Any, config: PPOC
 def compare_updates(
     engine: Engine, experience: Experience, config: PPOConfig, hidden_size: int, rounds: int
 ) -> dict[str, float]:
-    """Training samples a second of packed and padded updates over the same buffer, once both gave the same loss."""
+    """Training samples a second of packed and padded updates over the same buffer, once both gave the same
+    loss."""
     everything, dataset = np.arange(len(experience.rollouts)), experience.dataset()
     plan = plan_step(
         experience.rollouts.lengths,
@@ -127,7 +129,8 @@ def compare_updates(
         raise RuntimeError(f"packed and padded updates disagree about the loss: {losses}")
 
     schedule = learning_rate_schedule("constant", engine.optimizer, warmup_steps=0, num_steps=1)
-    # The buffer stays while the weights move on, so old and new probabilities of the first micro-batch may differ.
+    # The buffer stays while the weights move on, so old and new probabilities of the first micro-batch may
+    # differ.
     phase = UpdatePhase(engine, schedule, config, hidden_size=hidden_size, ratio_tolerance=math.inf)
     steps = list(step_rows(len(everything), config.train_batch_size, "epochs", 1, [0]))
 
@@ -152,7 +155,8 @@ def compare_updates(
 def compare_generation(
     trainer: PPOTrainer, task: Task, sizes: PPOSizes, config: PPOConfig, rounds: int
 ) -> dict[str, float]:
-    """Distinct samples a second when each rank generates its share, and when every rank generates all of a collect step."""
+    """Distinct samples a second when each rank generates its share, and when every rank generates all of a
+    collect step."""
     share = next(
         deal_prompts(sizes, len(task.prompts), num_episodes=1, seed=config.seed, rank=dist.get_rank())
     )

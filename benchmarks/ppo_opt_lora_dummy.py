@@ -1,18 +1,23 @@
-"""PPO on OPT shapes with LoRA, random weights and random prompts: the benchmark of the PPO history (HISTORY in docs/semantics_ppo.md).
+"""PPO on OPT shapes with LoRA, random weights and random prompts: the benchmark of the PPO history (HISTORY
+in docs/semantics_ppo.md).
 
-    torchrun --standalone --nproc_per_node 8 -m benchmarks.ppo_opt_lora_dummy --num_collect_steps 1 --use_kernels \\
-        --strategy colossalai_zero2 --experience_batch_size 64 --train_batch_size 8 --model 1.3b
+    torchrun --standalone --nproc_per_node 8 -m benchmarks.ppo_opt_lora_dummy --num_collect_steps 1
+        --use_kernels \\ --strategy colossalai_zero2 --experience_batch_size 64 --train_batch_size 8 --model
+        1.3b
 
-It takes the history's options with their documented meanings: `--experience_batch_size` counts all ranks, `--train_batch_size` one rank.
-The history's own command says 32 there, which is refused: 64 experiences never fill 8 x 32.
+It takes the history's options with their documented meanings: `--experience_batch_size` counts all ranks,
+`--train_batch_size` one rank. The history's own command says 32 there, which is refused: 64 experiences never
+fill 8 x 32.
 
-What is measured: generation and training samples a second over all ranks, TFLOPS a rank (2 operations a weight and token forward, 4 + 2
-for frozen and trained weights in training; attention's products are left out), shares of time. `--compare` adds two ratios, measured on the
-same prompts and weights: every rank generating everything (as the history did) against each its share, and padded against packed updates
-(the padded rival too runs its output layer at action tokens only; both must give the same loss before they are timed).
+What is measured: generation and training samples a second over all ranks, TFLOPS a rank (2 operations a
+weight and token forward, 4 + 2 for frozen and trained weights in training; attention's products are left
+out), shares of time. `--compare` adds two ratios, measured on the same prompts and weights: every rank
+generating everything (as the history did) against each its share, and padded against packed updates (the
+padded rival too runs its output layer at action tokens only; both must give the same loss before they are
+timed).
 
-What is not the history's: one reward function (share of even tokens) in the place of a random reward model, `--critic shared|separate`
-in the place of `--critic_model`, and bfloat16 by default on GPUs.
+What is not the history's: one reward function (share of even tokens) in the place of a random reward model,
+`--critic shared|separate` in the place of `--critic_model`, and bfloat16 by default on GPUs.
 """
 
 from __future__ import annotations
@@ -81,7 +86,8 @@ STRATEGIES: dict[str, tuple[Literal[0, 1, 2, 3], bool]] = {
     "colossalai_gemini": (3, False),
 }
 PROMPT_QUANTILES = (14, 24, 29, 39, 62, 98, 117, 148, 206, 286, 835)
-"""Tokens at 0, 10, ... 100 % of the 2,312 prompts of the harmless test set of HH-RLHF (gpt2-like tokenizer), for varied prompts."""
+"""Tokens at 0, 10, ... 100 % of the 2,312 prompts of the harmless test set of HH-RLHF (gpt2-like tokenizer),
+for varied prompts."""
 
 
 def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -154,7 +160,8 @@ def config_of(arguments: argparse.Namespace, num_replicas: int, folder: str) -> 
 
 
 def dummy_task(config: PPOConfig, vocabulary: int, varied: bool) -> Task:
-    """Random prompts for one iteration; a response earns its share of even tokens. The end token is never likely."""
+    """Random prompts for one iteration; a response earns its share of even tokens. The end token is never
+    likely."""
     rng = np.random.default_rng(0)
     num_prompts = config.rollout_batch_size * config.num_collect_steps
     lengths = np.full(num_prompts, config.max_prompt_tokens)

@@ -2,8 +2,9 @@
 
     taskset -c 1 python -m benchmarks.probes
 
-A probe does the least that a claim's work must do: a radix sort of as many lengths, loads that wait for each other, a copy of as many
-bytes, a sleep as long as a step, tiny operations beside a thread that only waits. The claims' benchmarks call the same functions.
+A probe does the least that a claim's work must do: a radix sort of as many lengths, loads that wait for each
+other, a copy of as many bytes, a sleep as long as a step, tiny operations beside a thread that only waits.
+The claims' benchmarks call the same functions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _TINY = torch.zeros(8)
 
 
 def radix_sort(lengths: npt.NDArray[Any]) -> Callable[[], object]:
-    """A stable argsort of the lengths as uint16, which numpy does by radix. Longer ones are halved until they fit."""
+    """A stable argsort of the lengths as uint16, which numpy does by radix. Longer ones are halved until they
+    fit."""
     small = (lengths >> max(0, int(lengths.max()).bit_length() - 16)).astype(np.uint16)
     return partial(np.argsort, small, kind="stable")
 
@@ -44,7 +46,8 @@ def _follow(next_of: Any, steps: int) -> int:
 
 
 def dependent_load_ns(num_bytes: int, steps: int = 200_000) -> list[float]:
-    """Nanoseconds of a load whose address is the value of the load before: one random cycle over all cache lines of a buffer."""
+    """Nanoseconds of a load whose address is the value of the load before: one random cycle over all cache
+    lines of a buffer."""
     per_line = CACHE_LINE // 8
     order = np.random.default_rng(0).permutation(num_bytes // CACHE_LINE) * per_line
     next_of = np.zeros(num_bytes // 8, np.int64)

@@ -1,7 +1,8 @@
-"""What a benchmark found: one value a record. Tables, summary, pictures and the README's figures are made from records.
+"""What a benchmark found: one value a record. Tables, summary, pictures and the README's figures are made
+from records.
 
-A benchmark started by a person prints its records; the report names a file in `MULTIPACK_RECORDS`, which gets each of them as a
-line of JSON.
+A benchmark started by a person prints its records; the report names a file in `MULTIPACK_RECORDS`, which gets
+each of them as a line of JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What users have today, as callables that the benchmarks put beside ours. Each gives the same answer as ours."""
+"""What users have today, as callables that the benchmarks put beside ours. Each gives the same answer as
+ours."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def trl_collator() -> DataCollatorForLanguageModeling:
 
 
 def trl_collate(dataset: datasets.Dataset) -> Collate:
-    """Rows of `datasets` as Python lists (or tensors, if so formatted) through trl's padding-free collator."""
+    """Rows of `datasets` as Python lists (or tensors, if so formatted) through trl's padding-free
+    collator."""
     collator = trl_collator()
     return lambda ids: collator(dataset.__getitems__(ids))
 

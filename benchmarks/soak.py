@@ -2,10 +2,11 @@
 
     python -m benchmarks.soak [--seconds 120] [--batches 1000000] [--epochs 10000]
 
-Three parts, each of them ended by its count or by `--seconds`: batches of one pass after another over a large data set, epochs of a
-data set of a few batches (each starts its threads anew), and loaders that are stopped, saved and built again from their state.
-Ends with an error when something grows: resident memory by more than 8 MB between the first fifth and the
-end, by the slope of a line through the samples; or threads or files by one.
+Three parts, each of them ended by its count or by `--seconds`: batches of one pass after another over a large
+data set, epochs of a data set of a few batches (each starts its threads anew), and loaders that are stopped,
+saved and built again from their state. Ends with an error when something grows: resident memory by more than
+8 MB between the first fifth and the end, by the slope of a line through the samples; or threads or files by
+one.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def epochs() -> Generator[None, None, None]:
 
 
 def restarts() -> Generator[None, None, None]:
-    """One loader after the other, each begun from the state of the last and stopped after three batches, with some in its queue."""
+    """One loader after the other, each begun from the state of the last and stopped after three batches, with
+    some in its queue."""
     rows = rows_of(2000)
     state = None
     while True:
@@ -94,7 +96,8 @@ def restarts() -> Generator[None, None, None]:
 
 
 def watch(work: Generator[None, None, None], count: int, seconds: float) -> tuple[Watch, float]:
-    """Do `count` units of work, or as many as the time allows; returns what was seen and the seconds it took."""
+    """Do `count` units of work, or as many as the time allows; returns what was seen and the seconds it
+    took."""
     next(work)
     gc.collect()
     seen = Watch()

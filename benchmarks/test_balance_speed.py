@@ -2,8 +2,8 @@
 
     taskset -c 1 python -m pytest benchmarks/test_balance_speed.py
 
-Batches are bins of 32,768 tokens of heavy-tailed documents; their cost counts causal attention at a hidden size of 4096. Each answer is
-checked before it is timed: every batch once, the same number for each rank.
+Batches are bins of 32,768 tokens of heavy-tailed documents; their cost counts causal attention at a hidden
+size of 4096. Each answer is checked before it is timed: every batch once, the same number for each rank.
 """
 
 from __future__ import annotations

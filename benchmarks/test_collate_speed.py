@@ -1,9 +1,10 @@
-"""One batch of 65,536 tokens from a data set on disk: ours, what users have today, and a plain copy of the same bytes.
+"""One batch of 65,536 tokens from a data set on disk: ours, what users have today, and a plain copy of the
+same bytes.
 
     taskset -c 1 python -m pytest benchmarks/test_collate_speed.py --benchmark-timer=time.thread_time
 
-The time is that of the thread that makes the batch, so that other load does not count. Every collator gives the batch of
-trl before it is timed. Batches are of random rows; the data set (556 MB) is in the page cache.
+The time is that of the thread that makes the batch, so that other load does not count. Every collator gives
+the batch of trl before it is timed. Batches are of random rows; the data set (556 MB) is in the page cache.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def test_copy(benchmark: Any, source: datasets.Dataset, bins: Bins) -> None:
 
 
 def test_loaders_beside_a_copy(source: datasets.Dataset, bins: Bins) -> None:
-    """CPU time of a batch out of torch's loader over our parts, the same over trl's, and a copy of its bytes, in turns."""
+    """CPU time of a batch out of torch's loader over our parts, the same over trl's, and a copy of its bytes,
+    in turns."""
     loader = DataLoader(TokenDataset(source), batch_sampler=bins, collate_fn=PackedCollator())
     trl = DataLoader(source, batch_sampler=bins, collate_fn=trl_collator())
     for _ in loader:

@@ -1,9 +1,10 @@
-"""Batches from disk to tensors: how many tokens a second of CPU each loader makes, and how soon the first batch comes.
+"""Batches from disk to tensors: how many tokens a second of CPU each loader makes, and how soon the first
+batch comes.
 
     taskset -c 1 python -m pytest benchmarks/test_loading_speed.py -s
 
-CPU time is that of the process and its workers together, so that loaders with more processes have no advantage from them; the
-first batch is left out.
+CPU time is that of the process and its workers together, so that loaders with more processes have no
+advantage from them; the first batch is left out.
 """
 
 from __future__ import annotations

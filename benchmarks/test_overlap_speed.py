@@ -2,12 +2,13 @@
 
     python -m pytest benchmarks/test_overlap_speed.py -s
 
-Two loops. One sleeps 20 ms a step, as when a GPU computes and the interpreter is free: the step must take what it takes alone. The other
-starts 3,000 tiny torch operations a step, as a model of many small kernels does: a loader that works under the interpreter's lock
-slows it down. Where the machine has two cores, the loop gets one and the loader's threads and processes the other.
+Two loops. One sleeps 20 ms a step, as when a GPU computes and the interpreter is free: the step must take
+what it takes alone. The other starts 3,000 tiny torch operations a step, as a model of many small kernels
+does: a loader that works under the interpreter's lock slows it down. Where the machine has two cores, the
+loop gets one and the loader's threads and processes the other.
 
-Rounds of all loaders alternate, and ratios are between neighbours: the loop alone says what the sleep itself takes, and a thread that
-only waits shows what else ran on the machine meanwhile.
+Rounds of all loaders alternate, and ratios are between neighbours: the loop alone says what the sleep itself
+takes, and a thread that only waits shows what else ran on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def idle_thread(_: Workload) -> Iterator[Any]:
 
 
 def thread_over_lists(data: Workload) -> Iterator[Any]:
-    """A thread in front of a loader that collates Python lists: what the threaded multipack loader of 2023 was."""
+    """A thread in front of a loader that collates Python lists: what the threaded multipack loader of 2023
+    was."""
     return iter(Prefetcher(torch_loader(data, workers=0), depth=4))
 
 
@@ -127,7 +129,8 @@ def place_others_apart() -> None:
 
 
 def beside(loop: str, work: Callable[[], None]) -> None:
-    """Record a loop beside each loader: its step and its work over the same round's alone, and its waiting."""
+    """Record a loop beside each loader: its step and its work over the same round's alone, and its
+    waiting."""
     torch.set_num_threads(1)
     rounds: dict[str, dict[int, Step]] = {name: {} for name in LOADERS}
     with workload(150_000) as data:

@@ -2,9 +2,9 @@
 
     taskset -c 1 python -m pytest benchmarks/test_packing_speed.py
 
-Lengths are log-normal (mean 350, sigma 1, clipped to 8..4096), capacity 4096. Every answer is checked before it is timed: as many
-bins as best-fit decreasing needs, or, for methods that keep the order, at most so many more. The bound is the larger of
-ceil(sum / capacity) and that of Martello and Toth (L2).
+Lengths are log-normal (mean 350, sigma 1, clipped to 8..4096), capacity 4096. Every answer is checked before
+it is timed: as many bins as best-fit decreasing needs, or, for methods that keep the order, at most so many
+more. The bound is the larger of ceil(sum / capacity) and that of Martello and Toth (L2).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ SLOW_PACKERS = {"trl bfd": trl(), "binpacking": binpacking}
 
 
 def checked(name: str, num_rows: int, benchmark: Any) -> tuple[Count, tuple[Lengths, int]]:
-    """A packer and what it is to pack, once its number of bins has been checked; notes how many are above the bound."""
+    """A packer and what it is to pack, once its number of bins has been checked; notes how many are above the
+    bound."""
     packer, lengths = {**PACKERS, **SLOW_PACKERS}[name], lognormal(num_rows)
     bins = packer(lengths, CAPACITY)
     assert_bins(name, bins, lengths, CAPACITY)

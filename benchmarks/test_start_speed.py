@@ -2,10 +2,11 @@
 
     taskset -c 1 python -m pytest benchmarks/test_start_speed.py
 
-100,000 memory-mapped rows of log-normal lengths, bins of 65,536 tokens; imports are done. Rivals get their rows as tensors, which
-their collator takes faster than lists. Starting counts the planning of the epoch; trl packs by writing the rows anew. Resuming starts
-from a saved position after 100 batches of an epoch whose bins the rivals are given; ours is measured with those bins as well as with
-planning the epoch anew. The batch that comes first is checked against that of a run never stopped.
+100,000 memory-mapped rows of log-normal lengths, bins of 65,536 tokens; imports are done. Rivals get their
+rows as tensors, which their collator takes faster than lists. Starting counts the planning of the epoch; trl
+packs by writing the rows anew. Resuming starts from a saved position after 100 batches of an epoch whose bins
+the rivals are given; ours is measured with those bins as well as with planning the epoch anew. The batch that
+comes first is checked against that of a run never stopped.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def start_ours(data: Workload) -> Any:
 
 
 def start_lightbinpack(data: Workload) -> Any:
-    """Lengths out of the table, shuffled, packed, and the bins to torch's loader: a careful user's own script."""
+    """Lengths out of the table, shuffled, packed, and the bins to torch's loader: a careful user's own
+    script."""
     lengths = pc.list_value_length(data.rows.data.table.column("input_ids")).to_numpy()
     order = np.random.default_rng(0).permutation(len(lengths))
     bins = [order[ids].tolist() for ids in lightbinpack.obfdp(lengths[order].tolist(), CAPACITY)]

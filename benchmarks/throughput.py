@@ -1,12 +1,14 @@
 """What the threaded loader's history measured: samples a second by loader and engine, on this machine.
 
-    python -m benchmarks.throughput                        # trains a tiny Llama on the CPU, or on GPUs where there are some
-    python -m benchmarks.throughput --simulate-step 20     # a sleep in the accelerator's place: 20 ms for 16 x 4096 token slots
+    python -m benchmarks.throughput                        # trains a tiny Llama on the CPU, or on GPUs where
+    there are some python -m benchmarks.throughput --simulate-step 20     # a sleep in the accelerator's
+    place: 20 ms for 16 x 4096 token slots
 
-Loaders: `padded`, torch's DataLoader with padded batches; `trl packed`, the same over rows that trl packed before, with trl's
-padding-free collator (`+2`: with two worker processes); `multipack`. All train on the same rows through the same engines, packed
-batches through the attention of multipack. The ratios come first: they are what another machine can compare with. trl's rows are
-sorted by length, so that its batches hold few long or many short samples: over few steps its tokens/s say more than its samples/s.
+Loaders: `padded`, torch's DataLoader with padded batches; `trl packed`, the same over rows that trl packed
+before, with trl's padding-free collator (`+2`: with two worker processes); `multipack`. All train on the same
+rows through the same engines, packed batches through the attention of multipack. The ratios come first: they
+are what another machine can compare with. trl's rows are sorted by length, so that its batches hold few long
+or many short samples: over few steps its tokens/s say more than its samples/s.
 """
 
 from __future__ import annotations

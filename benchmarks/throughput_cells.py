@@ -1,7 +1,9 @@
-"""One engine after another, each fed by every loader in turn; started by throughput.py or gpu_sft.py, alone or under torchrun.
+"""One engine after another, each fed by every loader in turn; started by throughput.py or gpu_sft.py, alone
+or under torchrun.
 
-All loaders read the same rows. A cell is a few warm-up steps and then `steps` timed ones between two barriers; the rounds of an
-engine go over all loaders again, so that a slow moment of the machine hits them alike.
+All loaders read the same rows. A cell is a few warm-up steps and then `steps` timed ones between two
+barriers; the rounds of an engine go over all loaders again, so that a slow moment of the machine hits them
+alike.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def rows_of(settings: Settings, folder: Path) -> datasets.Dataset:
 
 
 def make_loader(name: str, rows: datasets.Dataset, settings: Settings, device: torch.device) -> Any:
-    """A loader over this rank's share: `padded`, `trl packed` (both torch's, `+2` for two workers), or `multipack`."""
+    """A loader over this rank's share: `padded`, `trl packed` (both torch's, `+2` for two workers), or
+    `multipack`."""
     if name == "multipack":
         return packed_dataloader(
             TokenDataset(rows), settings.sequence_len, bins_per_batch=settings.micro_batch_size, device=device
@@ -117,7 +120,8 @@ def simulated(settings: Settings) -> Step:
 
 
 def trained(engine_name: str, settings: Settings, device: torch.device) -> Step:
-    """Forward, backward and update of a Llama with random weights; packed batches through our attention, padded through torch's."""
+    """Forward, backward and update of a Llama with random weights; packed batches through our attention,
+    padded through torch's."""
     torch.manual_seed(0)
     config = LlamaConfig(**settings.model)
     model = LlamaForCausalLM._from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)

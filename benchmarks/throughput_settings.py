@@ -20,7 +20,8 @@ class Settings:
     steps: int = 10
     rounds: int = 3
     simulate_step_ms: float | None = None
-    """Instead of a model, a sleep: this long for a full batch of micro_batch_size * sequence_len slots, in proportion for others."""
+    """Instead of a model, a sleep: this long for a full batch of micro_batch_size * sequence_len slots, in
+    proportion for others."""
     model: dict[str, Any] = field(default_factory=dict)
     """Shape of the Llama."""
     optimizer: str = "adamw_torch"

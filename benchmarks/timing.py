@@ -18,7 +18,8 @@ def times(function: Callable[[], Any], runs: int = 5) -> list[float]:
 
 
 def in_turns(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each function in each round. They alternate, so that a slow moment of the machine meets them all."""
+    """Seconds of each function in each round. They alternate, so that a slow moment of the machine meets them
+    all."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():

@@ -23,7 +23,8 @@ def lognormal_lengths(
 
 
 def saved_dataset(folder: Path, num_rows: int = 200_000) -> datasets.Dataset:
-    """A memory-mapped data set of `input_ids` and `labels` (list<int32>, a third of each row masked), in chunks of 1000 rows."""
+    """A memory-mapped data set of `input_ids` and `labels` (list<int32>, a third of each row masked), in
+    chunks of 1000 rows."""
     lengths = lognormal_lengths(num_rows)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     ids = np.random.default_rng(1).integers(5, 128_000, offsets[-1], dtype=np.int32)

@@ -3,8 +3,8 @@
     python examples/accelerate_loop.py
     torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
-`optimizer_steps` takes the place of `accelerator.accumulate`: it knows how many target tokens a step has over all its
-micro-batches and ranks, and steps the last micro-batches of an epoch although they are fewer.
+`optimizer_steps` takes the place of `accelerator.accumulate`: it knows how many target tokens a step has over
+all its micro-batches and ranks, and steps the last micro-batches of an epoch although they are fewer.
 """
 
 from __future__ import annotations

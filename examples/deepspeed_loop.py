@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/deepspeed_loop.py
 
-Do not pass `training_data` to `deepspeed.initialize`: it wants a data set and deals rows by itself. The loader's place goes into
-`client_state` of the checkpoint.
+Do not pass `training_data` to `deepspeed.initialize`: it wants a data set and deals rows by itself. The
+loader's place goes into `client_state` of the checkpoint.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Direct preference optimisation (Rafailov et al. 2023) on packed pairs, in plain torch.
 
-    python examples/dpo_packed.py
-    torchrun --nproc-per-node 2 examples/dpo_packed.py    # the same code; each rank gets its share of the pairs
+    python examples/dpo_packed.py torchrun --nproc-per-node 2 examples/dpo_packed.py    # the same code; each
+    rank gets its share of the pairs
 
-`together="pair"` keeps the chosen and the rejected answer of a pair in one bin, the chosen one first as in the data, so the loss of a
-pair needs one forward pass and no other rank. It is the loss that the pair has alone, which the script checks before it trains.
+`together="pair"` keeps the chosen and the rejected answer of a pair in one bin, the chosen one first as in
+the data, so the loss of a pair needs one forward pass and no other rank. It is the loss that the pair has
+alone, which the script checks before it trains.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ def answer_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def pair_losses(policy: Tensor, reference: Tensor) -> Tensor:
-    """DPO's loss of each pair, from log-probabilities [2 * num_pairs] in which the chosen answers come first."""
+    """DPO's loss of each pair, from log-probabilities [2 * num_pairs] in which the chosen answers come
+    first."""
     gain = policy - reference
     return -logsigmoid(BETA * (gain[0::2] - gain[1::2]))
 
 
 def loss_sum(policy: nn.Module, reference: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Sum over the pairs of a batch. A batch that only repeats another has num_sequences 0, and counts for nothing."""
+    """Sum over the pairs of a batch. A batch that only repeats another has num_sequences 0, and counts for
+    nothing."""
     with torch.no_grad():
         fixed = answer_log_probs(reference, batch)
     counts = min(batch["num_sequences"], 1)

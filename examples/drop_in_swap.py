@@ -2,7 +2,8 @@
 
     python examples/drop_in_swap.py
 
-`multipack.DataLoader` takes torch's whole signature. Its `num_workers` counts background threads, one by default.
+`multipack.DataLoader` takes torch's whole signature. Its `num_workers` counts background threads, one by
+default.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/elastic_resume.py
 
-Here one process plays all ranks by naming them; in a real run `rank` and `num_replicas` are left out. A state is a few numbers, the
-same on every rank, so one rank may save it for all.
+Here one process plays all ranks by naming them; in a real run `rank` and `num_replicas` are left out. A state
+is a few numbers, the same on every rank, so one rank may save it for all.
 """
 
 from __future__ import annotations

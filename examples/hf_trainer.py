@@ -3,8 +3,8 @@
     python examples/hf_trainer.py
     torchrun --nproc-per-node 2 examples/hf_trainer.py
 
-`per_device_train_batch_size` counts bins of `capacity` tokens. For a Trainer class of your own put the mixin first:
-`class MyTrainer(PackedTrainerMixin, TheirTrainer)`.
+`per_device_train_batch_size` counts bins of `capacity` tokens. For a Trainer class of your own put the mixin
+first: `class MyTrainer(PackedTrainerMixin, TheirTrainer)`.
 """
 
 from __future__ import annotations

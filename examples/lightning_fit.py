@@ -2,7 +2,8 @@
 
     python examples/lightning_fit.py
 
-Lightning's checkpoints hold the place in the epoch: `trainer.fit(..., ckpt_path=...)` goes on with the next batch.
+Lightning's checkpoints hold the place in the epoch: `trainer.fit(..., ckpt_path=...)` goes on with the next
+batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class NextToken(lightning.LightningModule):
         return cross_entropy(logits, targets, reduction="sum")
 
     def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
-        # Lightning averages gradients over ranks, so their mean number of targets makes it the mean over all of them.
+        # Lightning averages gradients over ranks, so their mean number of targets makes it the mean over all
+        # of them.
         targets = torch.tensor(float(batch["num_target_tokens"]))
         return self.loss_sum(batch) / self.trainer.strategy.reduce(targets, reduce_op="mean").clamp(min=1)
 

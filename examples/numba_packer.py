@@ -2,8 +2,9 @@
 
     python examples/numba_packer.py
 
-A packer is any callable `(lengths, capacity) -> (offsets, indices)`: bin b holds rows `indices[offsets[b]:offsets[b + 1]]`. This one is
-first-fit decreasing, to compare with the packers that are there.
+A packer is any callable `(lengths, capacity) -> (offsets, indices)`: bin b holds rows
+`indices[offsets[b]:offsets[b + 1]]`. This one is first-fit decreasing, to compare with the packers that are
+there.
 """
 
 from __future__ import annotations

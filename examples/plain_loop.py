@@ -3,9 +3,9 @@
     python examples/plain_loop.py
     torchrun --nproc-per-node 2 examples/plain_loop.py    # the same code; each rank gets its share
 
-`packed_dataloader` builds data set, samplers, collator and loader. Every row is in one batch of an epoch, every rank
-has the same number of batches, and `len(loader)` is exact before the first one. `optimizer_steps` knows how many target
-tokens a step has over all its micro-batches and ranks, by which its loss is divided.
+`packed_dataloader` builds data set, samplers, collator and loader. Every row is in one batch of an epoch,
+every rank has the same number of batches, and `len(loader)` is exact before the first one. `optimizer_steps`
+knows how many target tokens a step has over all its micro-batches and ranks, by which its loss is divided.
 """
 
 from __future__ import annotations

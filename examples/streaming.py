@@ -2,8 +2,8 @@
 
     python examples/streaming.py
 
-Any iterable of rows will do, also a streamed `datasets.IterableDataset`. A pool of waiting rows fills the bins; what waits in it is
-part of the loader's state, so a stream resumes without losing or repeating a row.
+Any iterable of rows will do, also a streamed `datasets.IterableDataset`. A pool of waiting rows fills the
+bins; what waits in it is part of the loader's state, so a stream resumes without losing or repeating a row.
 """
 
 from __future__ import annotations

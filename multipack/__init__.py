@@ -1,14 +1,15 @@
 """Pack, deal, collate and prefetch token sequences for language-model training.
 
-TokenDataset -> EpochPlan -> MultipackBatchSampler -> DistributedBatchSampler -> PackedCollator -> Prefetcher -> trainer.
+TokenDataset -> EpochPlan -> MultipackBatchSampler -> DistributedBatchSampler -> PackedCollator -> Prefetcher
+-> trainer.
 """
 
 try:
     from multipack import _core as _core
 except ImportError as error:
     raise ImportError(
-        f"The compiled part of multipack is missing ({error}). In a checkout, run `pip install -e .`; a package that was "
-        "installed otherwise is found only from outside the checkout."
+        f"The compiled part of multipack is missing ({error}). In a checkout, run `pip install -e .`; a "
+        "package that was installed otherwise is found only from outside the checkout."
     ) from error
 
 from multipack.data.block_mask import block_mask

@@ -7,7 +7,8 @@ from typing import Any
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
-    """`value` as Python's int, of whatever integer type it is: numpy's would overflow in sums and stay out of JSON.
+    """`value` as Python's int, of whatever integer type it is: numpy's would overflow in sums and stay out of
+    JSON.
 
     Raises:
         TypeError: it is no whole number.

@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 class Closable(Iterator[T]):
-    """Items, and the iterator that they are read from: `close` wakes a thread that waits in that one, where its own `close` can.
+    """Items, and the iterator that they are read from: `close` wakes a thread that waits in that one, where
+    its own `close` can.
 
     Args:
         items: what is iterated, mostly a generator.

@@ -1,8 +1,8 @@
 """Which share of the data this process takes, and whether the ranks agree.
 
-Rank and number of shares come from arguments (numbers, a mesh or a group), else from the process group, else from the environment of
-torchrun, else they are 0 and 1. They never come from a device index, and ranks that hold parts of one model must be declared: they
-need one share together.
+Rank and number of shares come from arguments (numbers, a mesh or a group), else from the process group, else
+from the environment of torchrun, else they are 0 and 1. They never come from a device index, and ranks that
+hold parts of one model must be declared: they need one share together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class DataRanks:
     num_replicas: int
     """Number of shares."""
     members: tuple[int, ...] | None = None
-    """Global ranks that take one share each, in their order, this process among them; None: unknown, or all."""
+    """Global ranks that take one share each, in their order, this process among them; None: unknown, or
+    all."""
     discovered: bool = False
     """Taken from the process group or the environment, so that a later group may say something else."""
 
@@ -34,7 +35,8 @@ class DataRanks:
         """Refuse to go on when what was discovered holds no longer.
 
         Raises:
-            ValueError: a process group was made since and says something else, or ranks now share a model replica.
+            ValueError: a process group was made since and says something else, or ranks now share a model
+                replica.
         """
         if self.discovered:
             check_rank_unchanged(self.rank, self.num_replicas)
@@ -52,14 +54,15 @@ def data_ranks(
 
     Args:
         rank, num_replicas: its number and the number of shares; None to discover them.
-        mesh: the data-parallel dimension of a DeviceMesh, such as mesh["dp"], or several, such as mesh["dp_replicate", "dp_shard"],
-            which are flattened in row-major order.
+        mesh: the data-parallel dimension of a DeviceMesh, such as mesh["dp"], or several, such as
+            mesh["dp_replicate", "dp_shard"], which are flattened in row-major order.
         group: the data-parallel process group.
 
     Raises:
         TypeError: a number is no whole number, or `mesh` no DeviceMesh.
-        ValueError: the rank is outside 0..num_replicas-1, two of the ways are mixed, this process is not in the mesh or group, the mesh
-            has a dimension whose ranks share a model replica, or nothing was passed and ranks share one.
+        ValueError: the rank is outside 0..num_replicas-1, two of the ways are mixed, this process is not in
+            the mesh or group, the mesh has a dimension whose ranks share a model replica, or nothing was
+            passed and ranks share one.
     """
     given = [name for name, value in (("mesh", mesh), ("group", group)) if value is not None]
     if given and (len(given) > 1 or rank is not None or num_replicas is not None):
@@ -67,8 +70,8 @@ def data_ranks(
             name for name, value in (("rank", rank), ("num_replicas", num_replicas)) if value is not None
         ]
         raise ValueError(
-            f"{' and '.join(given + numbers)} are given, which could contradict each other: pass mesh=, or group=, or rank= and "
-            "num_replicas=."
+            f"{' and '.join(given + numbers)} are given, which could contradict each other: pass mesh=, or "
+            "group=, or rank= and num_replicas=."
         )
     if mesh is not None:
         return _among(_members_of_mesh(mesh), "mesh")
@@ -96,8 +99,8 @@ def _among(members: tuple[int, ...], what: str) -> DataRanks:
     own = dist.get_rank()
     if own not in members:
         raise ValueError(
-            f"rank {own} is not in the {what} of ranks {list(members)[:8]}, so it has no share of the data: pass the {what} that this "
-            "process belongs to."
+            f"rank {own} is not in the {what} of ranks {list(members)[:8]}, so it has no share of the data: "
+            f"pass the {what} that this process belongs to."
         )
     return DataRanks(members.index(own), len(members), members)
 
@@ -127,8 +130,8 @@ def rank_and_world_size(rank: int | None = None, num_replicas: int | None = None
     rank, num_replicas = whole_number("rank", rank), whole_number("num_replicas", num_replicas)
     if num_replicas < 1 or not 0 <= rank < num_replicas:
         raise ValueError(
-            f"rank {rank} is outside 0..{num_replicas - 1} of {num_replicas} ranks: its share of the data would be "
-            "empty or another rank's. The rank is the number of the process (RANK), not of the GPU."
+            f"rank {rank} is outside 0..{num_replicas - 1} of {num_replicas} ranks: its share of the data "
+            "would be empty or another rank's. The rank is the number of the process (RANK), not of the GPU."
         )
     return rank, num_replicas
 
@@ -154,9 +157,9 @@ def check_rank_unchanged(rank: int, num_replicas: int) -> None:
         now = dist.get_rank(), dist.get_world_size()
         if now != (rank, num_replicas):
             raise ValueError(
-                f"the sampler was built for rank {rank} of {num_replicas}, but the process group says rank {now[0]} of "
-                f"{now[1]}: data would be repeated or lost. Build the sampler after init_process_group, or pass rank and "
-                "num_replicas."
+                f"the sampler was built for rank {rank} of {num_replicas}, but the process group says rank "
+                f"{now[0]} of {now[1]}: data would be repeated or lost. Build the sampler after "
+                "init_process_group, or pass rank and num_replicas."
             )
 
 
@@ -177,6 +180,6 @@ def check_agreement(fingerprint: str, group: dist.ProcessGroup | None = None) ->
     other = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
     if other:
         raise ValueError(
-            f"ranks {other} plan other data than rank 0: {everyone[other[0]]} against {everyone[0]}. They would train "
-            "overlapping rows or deadlock: give every rank the same data set, capacity and seed."
+            f"ranks {other} plan other data than rank 0: {everyone[other[0]]} against {everyone[0]}. They "
+            "would train overlapping rows or deadlock: give every rank the same data set, capacity and seed."
         )

@@ -1,6 +1,8 @@
-"""What accelerate, Lightning and torch look for on samplers and loaders, so that none shards our batches again, or not at all.
+"""What accelerate, Lightning and torch look for on samplers and loaders, so that none shards our batches
+again, or not at all.
 
-No framework is imported here: accelerate is looked up in `sys.modules`; if it is not loaded, nothing needs telling.
+No framework is imported here: accelerate is looked up in `sys.modules`; if it is not loaded, nothing needs
+telling.
 """
 
 from __future__ import annotations
@@ -48,22 +50,23 @@ class RankSampler(DistributedSampler[Any]):
 
 
 def refuse_rebuilding(cls: type, arguments: dict[str, Any]) -> None:
-    """Refuse Lightning, which rebuilds the batch sampler of a plain torch loader as type(it)(a sampler of its own, batch_size=...).
+    """Refuse Lightning, which rebuilds the batch sampler of a plain torch loader as type(it)(a sampler of its
+    own, batch_size=...).
 
     Raises:
         TypeError: `batch_size` is among the arguments; names the remedies.
     """
     if "batch_size" in arguments:
         raise TypeError(
-            f"{cls.__name__} has no batch_size: its batches are bins, and no framework can rebuild it around another sampler. Under "
-            "Lightning use PackedDataModule, multipack.DataLoader over DistributedBatchSampler, or "
-            "Trainer(use_distributed_sampler=False)."
+            f"{cls.__name__} has no batch_size: its batches are bins, and no framework can rebuild it around "
+            "another sampler. Under Lightning use PackedDataModule, multipack.DataLoader over "
+            "DistributedBatchSampler, or Trainer(use_distributed_sampler=False)."
         )
 
 
 def is_dealt_to_ranks(loader: TorchDataLoader[Any]) -> bool:
-    """Whether the batches of a loader are this rank's own share, by our sampler or stream or by torch's sampler. One share for
-    all of several ranks does not count."""
+    """Whether the batches of a loader are this rank's own share, by our sampler or stream or by torch's
+    sampler. One share for all of several ranks does not count."""
     inner = getattr(loader.batch_sampler, "sampler", None)
     dealers: tuple[Any, ...] = (loader.dataset, loader.batch_sampler, loader.sampler, inner)
     for dealer in dealers:
@@ -85,9 +88,10 @@ def check_dealt(loader: TorchDataLoader[Any]) -> None:
         num_replicas = rank_and_world_size()[1]
         if num_replicas > 1:
             raise ValueError(
-                f"each of {num_replicas} ranks would get the same batches, since MultipackBatchSampler knows nothing of ranks. "
-                "Wrap it in DistributedBatchSampler, or prepare the loader by accelerate; where each rank is to have them all, "
-                "say so: DistributedBatchSampler(batch_sampler, num_replicas=1, rank=0)."
+                f"each of {num_replicas} ranks would get the same batches, since MultipackBatchSampler knows "
+                "nothing of ranks. Wrap it in DistributedBatchSampler, or prepare the loader by accelerate; "
+                "where each rank is to have them all, say so: DistributedBatchSampler(batch_sampler, "
+                "num_replicas=1, rank=0)."
             )
 
 
@@ -98,12 +102,14 @@ def _deals(source: Any) -> bool | None:
 
 
 def check_not_dealt_again(batch_sampler: object, num_replicas: int) -> None:
-    """Refuse to be read through accelerate's BatchSamplerShard, which takes every n-th batch of what is a share already.
+    """Refuse to be read through accelerate's BatchSamplerShard, which takes every n-th batch of what is a
+    share already.
 
     accelerate puts it around the batch sampler of any plain loader that it prepares.
 
     Raises:
-        ValueError: a loader that is being read has one around `batch_sampler`, the share of one of several ranks.
+        ValueError: a loader that is being read has one around `batch_sampler`, the share of one of several
+            ranks.
     """
     state = _gradient_state()
     if state is None or num_replicas == 1:
@@ -115,9 +121,10 @@ def check_not_dealt_again(batch_sampler: object, num_replicas: int) -> None:
             reader = getattr(reader, "batch_sampler", None)
         if reader is batch_sampler and shards > 1:
             raise ValueError(
-                f"these batches are the share of one of {num_replicas} ranks, and accelerate would shard them over {shards} "
-                f"processes again: {shards - 1} of {shards} batches would never be seen. Use multipack.DataLoader, which "
-                "accelerate leaves as it is, or give accelerate the MultipackBatchSampler without DistributedBatchSampler."
+                f"these batches are the share of one of {num_replicas} ranks, and accelerate would shard "
+                f"them over {shards} processes again: {shards - 1} of {shards} batches would never be seen. "
+                "Use multipack.DataLoader, which accelerate leaves as it is, or give accelerate the "
+                "MultipackBatchSampler without DistributedBatchSampler."
             )
 
 
@@ -165,7 +172,8 @@ class AccelerateListener:
 
 
 def _gradient_state() -> Any:
-    """accelerate's GradientState, which knows the loaders being read, if there is an Accelerator in this process."""
+    """accelerate's GradientState, which knows the loaders being read, if there is an Accelerator in this
+    process."""
     module = sys.modules.get("accelerate.state")
     if module is None or not module.GradientState._shared_state:
         return None

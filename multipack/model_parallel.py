@@ -1,8 +1,10 @@
-"""Find ranks that hold parts of one model and so must get the same batches, from what torch and frameworks have set up.
+"""Find ranks that hold parts of one model and so must get the same batches, from what torch and frameworks
+have set up.
 
-Tensor-, context-, sequence- and pipeline-parallel ranks compute one replica together. If each of them took a share of the data
-of its own, every layer would mix activations of different batches, and nothing would fail. No framework is imported here:
-what is not in `sys.modules` was not set up. One rule: this only finds and says; which share a rank takes, the user says.
+Tensor-, context-, sequence- and pipeline-parallel ranks compute one replica together. If each of them took a
+share of the data of its own, every layer would mix activations of different batches, and nothing would fail.
+No framework is imported here: what is not in `sys.modules` was not set up. One rule: this only finds and
+says; which share a rank takes, the user says.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _DIMENSIONS = frozenset(
         *("tensor", "context", "sequence", "pipeline", "pipe", "model", "tensor_model", "pipeline_model"),
     }
 )
-"""Names of mesh dimensions and process groups whose ranks share a model replica, without `mesh_`, `_parallel` and `_group`."""
+"""Names of mesh dimensions and process groups whose ranks share a model replica, without `mesh_`, `_parallel`
+and `_group`."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class SharedReplica:
 
     def __str__(self) -> str:
         return (
-            f"{self.found_in} has {self.dimension} = {self.size}: {self.size} ranks compute each model replica and must get the same "
-            f"batches, but every rank would get its own. Pass {self.remedy}."
+            f"{self.found_in} has {self.dimension} = {self.size}: {self.size} ranks compute each model "
+            f"replica and must get the same batches, but every rank would get its own. Pass {self.remedy}."
         )
 
 
@@ -51,10 +54,11 @@ def shares_replica(name: str) -> bool:
 
 
 def find_shared_replica() -> SharedReplica | None:
-    """The first sign of ranks that share a replica; None where all ranks are data-parallel, as far as can be known.
+    """The first sign of ranks that share a replica; None where all ranks are data-parallel, as far as can be
+    known.
 
-    Reads accelerate's state, Megatron's and DeepSpeed's, all named meshes, and the descriptions of process groups. A mesh without names
-    says nothing.
+    Reads accelerate's state, Megatron's and DeepSpeed's, all named meshes, and the descriptions of process
+    groups. A mesh without names says nothing.
     """
     for look in (_in_accelerate, _in_megatron, _in_deepspeed, _in_meshes, _in_groups):
         found = next(look(), None)
@@ -109,8 +113,8 @@ def _in_deepspeed() -> Iterator[SharedReplica]:
     if group is not None and dist.get_world_size(group) > 1:
         size = dist.get_world_size(group)
         remedy = (
-            f"rank=dist.get_rank() // {size}, num_replicas=dist.get_world_size() // {size}, since its sequence-parallel ranks are "
-            "neighbours"
+            f"rank=dist.get_rank() // {size}, num_replicas=dist.get_world_size() // {size}, since its "
+            "sequence-parallel ranks are neighbours"
         )
         yield SharedReplica("DeepSpeed's sequence parallelism", "sequence_parallel_size", size, remedy)
     mpu = getattr(sys.modules.get("deepspeed.utils.groups"), "mpu", None)
@@ -127,7 +131,8 @@ def _sizes_of(state: Any, where: str, remedy: str) -> Iterator[SharedReplica]:
 
 
 def _in_meshes() -> Iterator[SharedReplica]:
-    """Named dimensions of all meshes of this process. torch keeps no list of them, so they are asked of the garbage collector."""
+    """Named dimensions of all meshes of this process. torch keeps no list of them, so they are asked of the
+    garbage collector."""
     from torch.distributed.device_mesh import DeviceMesh
 
     for mesh in gc.get_objects():
@@ -136,7 +141,8 @@ def _in_meshes() -> Iterator[SharedReplica]:
 
 
 def in_mesh(mesh: Any) -> Iterator[SharedReplica]:
-    """Named dimensions of one mesh whose ranks share a replica, with a remedy in terms of its other dimensions."""
+    """Named dimensions of one mesh whose ranks share a replica, with a remedy in terms of its other
+    dimensions."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
     others = [name for name, size in sizes.items() if size > 1 and not shares_replica(name)]
     remedy = f"mesh=mesh[{', '.join(map(repr, others))}]" if others else _ONE_REPLICA

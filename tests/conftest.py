@@ -18,7 +18,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A shared machine may pause any test, so no example has a deadline. MULTIPACK_HYPOTHESIS=long tries far more examples.
+# A shared machine may pause any test, so no example has a deadline. MULTIPACK_HYPOTHESIS=long tries far more
+# examples.
 settings.register_profile("short", deadline=None)
 settings.register_profile("long", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("MULTIPACK_HYPOTHESIS", "short"))
@@ -36,5 +37,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def long_form() -> bool:
-    """Whether kills, interrupts and cuts come as often as a night allows, by the same switch as random examples."""
+    """Whether kills, interrupts and cuts come as often as a night allows, by the same switch as random
+    examples."""
     return os.environ.get("MULTIPACK_HYPOTHESIS") == "long"

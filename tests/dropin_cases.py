@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 
 from multipack import DataLoader
 
-# The loader as a script has it after changing its import line, and how many workers the script asks for, if it asks.
+# The loader as a script has it after changing its import line, and how many workers the script asks for, if
+# it asks.
 ASKED = [{}, {"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2}]
 
 

@@ -15,7 +15,8 @@ ELEMENTS = (*INTEGERS, *FLOATS, "bool")
 
 
 def random_values(element: str, count: int, seed: int) -> np.ndarray:
-    """Values over the whole range of the type, its ends included; uint64 up to 2^63 - 1, which int64 holds."""
+    """Values over the whole range of the type, its ends included; uint64 up to 2^63 - 1, which int64
+    holds."""
     rng = np.random.default_rng(seed)
     if element == "bool":
         return rng.integers(0, 2, count).astype(bool)
@@ -61,7 +62,8 @@ def _chunk_of(draw: st.DrawFn, rows: list[np.ndarray], kind: str, all_rows: list
             pa.from_numpy_dtype(all_rows[0].dtype)
         )
         return pa.Array.from_buffers(data_type, 0, [None, None], children=[pa.nulls(0, data_type.value_type)])
-    # Rows before and after the chunk that a slice hides, and values before the first that another slice hides.
+    # Rows before and after the chunk that a slice hides, and values before the first that another slice
+    # hides.
     before = draw(st.integers(0, min(2, len(all_rows))))
     after = draw(st.integers(0, min(2, len(all_rows))))
     stored = [*all_rows[:before], *rows, *all_rows[:after]]

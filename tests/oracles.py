@@ -52,7 +52,8 @@ def martello_toth_bound(lengths: Sequence[int], capacity: int) -> int:
 
 
 def dual_feasible_bound(lengths: Sequence[int], capacity: int) -> int:
-    """The best bound of two families of functions, written down as in the survey of Clautiaux, Alves and Valerio de
+    """The best bound of two families of functions, written down as in the survey of Clautiaux, Alves and
+    Valerio de
     Carvalho (2010): f_CCM,1 and f_BJ,1, of every whole parameter up to half the capacity."""
     best = 0
     for unit in range(1, capacity // 2 + 1):

@@ -207,14 +207,15 @@ def test_numbers_of_a_small_data_set_worked_out_by_hand() -> None:
 
 
 def test_attention_counts_in_the_speed_up() -> None:
-    # One batch of lengths 2 and 6: 12 slots, attention over 2 * 6^2; packed 8 slots and 2^2 + 6^2. hidden_size 1: divide by 12.
+    # One batch of lengths 2 and 6: 12 slots, attention over 2 * 6^2; packed 8 slots and 2^2 + 6^2.
+    # hidden_size 1: divide by 12.
     found = inspect(np.array([2, 6]), Question(capacity=8, padded_rows=2, hidden_size=1))
     assert found.padded.speed_up == pytest.approx((12 + 72 / 12) / (8 + 40 / 12))
 
 
 def test_balance_worked_out_by_hand() -> None:
-    # Rows of 8, 8, 8 and 4 tokens fill a bin each, and one optimizer step of two ranks. Sums are 16 and 12 at best, 14 on average;
-    # meeting twice, ranks wait for 8 and 8, also at best: 16.
+    # Rows of 8, 8, 8 and 4 tokens fill a bin each, and one optimizer step of two ranks. Sums are 16 and 12 at
+    # best, 14 on average; meeting twice, ranks wait for 8 and 8, also at best: 16.
     question = Question(capacity=8, ranks=2, accumulate=2, method="next_fit", hidden_size=10**9)
     found = {b.mode: b for b in inspect(np.array([8, 8, 8, 4]), question).balance}
     assert found["step"].once_a_step == pytest.approx(2 / 14)
@@ -392,8 +393,8 @@ def test_missing_packages_are_named(
 @pytest.mark.shared
 @pytest.mark.parametrize(("name", "more"), [("peps", 1), ("oasst1_en_val_threads", 21)])
 def test_text_and_conversations_are_counted_by_the_tokenizer(tmp_path: Path, name: str, more: int) -> None:
-    # A document gets an end token, and the chat template puts a system message of 21 tokens before these conversations; the
-    # stored lengths were counted without both.
+    # A document gets an end token, and the chat template puts a system message of 21 tokens before these
+    # conversations; the stored lengths were counted without both.
     from multipack.cli.scan import tokenizer_of
 
     with gzip.open(SHARED / f"data/text/{name}.jsonl.gz", "rt") as lines:

@@ -1,4 +1,5 @@
-"""Every public bug report in reports.txt is a marker on the test of its behaviour: @pytest.mark.report("owner/name#123")."""
+"""Every public bug report in reports.txt is a marker on the test of its behaviour:
+@pytest.mark.report("owner/name#123")."""
 
 from __future__ import annotations
 

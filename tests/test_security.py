@@ -1,4 +1,5 @@
-"""What multipack writes is data and what it reads is never run: no pickle in states and caches, no code from data or models unless asked."""
+"""What multipack writes is data and what it reads is never run: no pickle in states and caches, no code from
+data or models unless asked."""
 
 from __future__ import annotations
 
@@ -187,7 +188,8 @@ def test_every_loader_of_transformers_is_told_whether_to_trust_remote_code() -> 
 
 
 def test_the_package_unpickles_and_executes_nothing() -> None:
-    """Modules are imported by a name from the configuration in one place: the reward, which is code by its nature."""
+    """Modules are imported by a name from the configuration in one place: the reward, which is code by its
+    nature."""
     functions = {ast.unparse(call.func) for _, call in calls()}
     assert not functions & {
         "eval",

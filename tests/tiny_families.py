@@ -1,4 +1,5 @@
-"""Tiny models of every causal family of the installed transformers, with each kind of layer that a family names."""
+"""Tiny models of every causal family of the installed transformers, with each kind of layer that a family
+names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A Llama small enough for a test, packed batches written out by hand, and training as plainly as it can be put."""
+"""A Llama small enough for a test, packed batches written out by hand, and training as plainly as it can be
+put."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def sequence_losses(model: LlamaForCausalLM, sequences: list[Sequence]) -> Itera
 def train_plainly(
     steps: list[list[Sequence]], max_grad_norm: float, **adamw: Any
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """One process, no packing, no ranks: the loss and gradient norm of each step, and the parameters at the end."""
+    """One process, no packing, no ranks: the loss and gradient norm of each step, and the parameters at the
+    end."""
     model = tiny_llama(attention="eager")
     norms_of = [p for name, p in model.named_parameters() if "norm" in name]
     others = [p for name, p in model.named_parameters() if "norm" not in name]

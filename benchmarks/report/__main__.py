@@ -1,12 +1,13 @@
 """Run every benchmark and write one report, meant for under 20 minutes on 2 free cores.
 
-    python -m benchmarks.report                                # all sections
-    python -m benchmarks.report --sections packing balance     # these; the others as they were measured last
-    python -m benchmarks.report --sections                     # measure nothing, write the report and the README's table again
+    python -m benchmarks.report                                # all sections python -m benchmarks.report
+    --sections packing balance     # these; the others as they were measured last python -m benchmarks.report
+    --sections                     # measure nothing, write the report and the README's table again
 
-Each benchmark is a process of its own, with its own pinning. Its records go to benchmarks/results/<machine>.jsonl, and the report and
-its pictures, which are made from them alone, lie beside that file. Leave the machine alone meanwhile: the load before each section is
-in the report. Ends with an error, after the report was written, where a benchmark failed or a claim of its sections has no record.
+Each benchmark is a process of its own, with its own pinning. Its records go to
+benchmarks/results/<machine>.jsonl, and the report and its pictures, which are made from them alone, lie
+beside that file. Leave the machine alone meanwhile: the load before each section is in the report. Ends with
+an error, after the report was written, where a benchmark failed or a claim of its sections has no record.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What is claimed: who does what, against whom or what probe, the record that says it, and the bound that it must keep.
+"""What is claimed: who does what, against whom or what probe, the record that says it, and the bound that it
+must keep.
 
-Claims are ratios between what ran in the same minutes, so that they hold or fail on any machine. A new claim is a line here; the
-benchmark that records the value names its table, row and column.
+Claims are ratios between what ran in the same minutes, so that they hold or fail on any machine. A new claim
+is a line here; the benchmark that records the value names its table, row and column.
 """
 
 from __future__ import annotations

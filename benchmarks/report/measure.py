@@ -1,4 +1,5 @@
-"""Run a section's commands, one after another, and keep their records. Each command is a process of its own; nothing runs beside it."""
+"""Run a section's commands, one after another, and keep their records. Each command is a process of its own;
+nothing runs beside it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Run:
     """0, or that of a benchmark that found a wrong answer, or never ended."""
     started: str
     load: float
-    """Processes that wanted a core in the minute before. Above 0.5 something else ran, and times say little."""
+    """Processes that wanted a core in the minute before. Above 0.5 something else ran, and times say
+    little."""
     machine: str
     versions: str
     commit: str
@@ -84,8 +86,8 @@ def run(section: str, command: str, limit_s: float = LIMIT_S) -> Run:
 def exit_status(words: list[str], environment: dict[str, str], said: Path, limit_s: float) -> int:
     """Run a command, what it says into a file.
 
-    Returns its exit status; as shells do, 127 where there is no such program, and 124 after `limit_s`, when it and all that it
-    started are ended.
+    Returns its exit status; as shells do, 127 where there is no such program, and 124 after `limit_s`, when
+    it and all that it started are ended.
     """
     with said.open("w") as out:
         try:

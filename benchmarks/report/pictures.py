@@ -1,4 +1,5 @@
-"""The report's five pictures, drawn from records: bars of a column, lines over a size. Ours is blue everywhere."""
+"""The report's five pictures, drawn from records: bars of a column, lines over a size. Ours is blue
+everywhere."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def draw(path: Path, picture: Picture, records: Sequence[Record]) -> bool:
 
 
 def bars(axes: Axes, records: Sequence[Record]) -> None:
-    """One horizontal bar a row, sorted; a logarithmic axis where the largest is over thirty times the smallest."""
+    """One horizontal bar a row, sorted; a logarithmic axis where the largest is over thirty times the
+    smallest."""
     ordered = sorted(records, key=lambda record: record.value)
     names, values = [record.parts[1] for record in ordered], [record.value for record in ordered]
     drawn = axes.barh(
@@ -89,7 +91,8 @@ def bars(axes: Axes, records: Sequence[Record]) -> None:
 
 
 def lines(axes: Axes, records: Sequence[Record]) -> None:
-    """One line a column over the rows' sizes, both axes logarithmic; dashed rivals, which end where they were left out."""
+    """One line a column over the rows' sizes, both axes logarithmic; dashed rivals, which end where they were
+    left out."""
     ours, rivals = iter(OURS), iter(RIVALS)
     for column in dict.fromkeys(record.parts[2] for record in records):
         of = [record for record in records if record.parts[2] == column]

@@ -96,7 +96,8 @@ class Padded:
     sorted_padding_share: float
     """The same for batches of rows of like length, which give up the random order."""
     speed_up: float
-    """Compute of the padded batches over that of the packed ones, attention included: what packing saves where the GPU is busy."""
+    """Compute of the padded batches over that of the packed ones, attention included: what packing saves
+    where the GPU is busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +138,9 @@ def inspect(lengths: NDArray[np.int64], question: Question) -> Inspection:
     packed = usable.lengths
     if not len(packed):
         raise ValueError(
-            f"all {len(lengths)} rows are empty or above the capacity of {question.capacity} (the longest has {lengths.max()} "
-            "tokens), so none is left: raise --capacity, or choose --overlong split or truncate."
+            f"all {len(lengths)} rows are empty or above the capacity of {question.capacity} (the longest "
+            f"has {lengths.max()} tokens), so none is left: raise --capacity, or choose --overlong split or "
+            "truncate."
         )
     started = perf_counter()
     sampler = MultipackBatchSampler(

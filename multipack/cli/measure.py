@@ -33,7 +33,8 @@ class Measured:
 
     workers: int
     first_batch_ms: float
-    """From asking for the loader's iterator to the first batch: planning the first window, starting threads, making one batch."""
+    """From asking for the loader's iterator to the first batch: planning the first window, starting threads,
+    making one batch."""
     batches_per_second: float
     """As fast as they can be taken."""
     tokens_per_second: float
@@ -116,7 +117,8 @@ def _first_batch_seconds(loader: DataLoader[Any]) -> float:
 
 
 def _run(loader: DataLoader[Any], step_s: float, seconds: float) -> None:
-    """Take batches for that long, over as many epochs as it needs; a sleeping thread stands for a busy GPU."""
+    """Take batches for that long, over as many epochs as it needs; a sleeping thread stands for a busy
+    GPU."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         with iter(loader) as batches:
@@ -150,7 +152,8 @@ def open_tokens(
         description = f"random tokens in memory, with the lengths{first}"
     if not len(dataset):
         raise ValueError(
-            f"no row has 1 to {capacity} tokens, so none fits a bin: raise --capacity, or choose --overlong split."
+            f"no row has 1 to {capacity} tokens, so none fits a bin: raise --capacity, or choose --overlong "
+            "split."
         )
     return Tokens(dataset, description)
 

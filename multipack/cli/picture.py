@@ -97,7 +97,8 @@ def _edges(shortest: int, longest: int) -> NDArray[np.int64]:
 
 
 def _padded(axis: Axes, found: Inspection) -> None:
-    """Random padded batches, each laid flat: what the model computes for about the tokens of a packed batch."""
+    """Random padded batches, each laid flat: what the model computes for about the tokens of a packed
+    batch."""
     question, size = found.question, found.padded.rows_per_batch
     rng = np.random.default_rng(question.seed)
     for y in range(_BARS):

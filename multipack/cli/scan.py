@@ -1,7 +1,8 @@
 """The lengths of all rows of whatever holds them: data files, a saved data set, an array.
 
-One rule: rows are read and made tokens by what training reads and makes them with, so both agree to the token. Of token columns
-of Arrow data only the offsets are read, never the tokens; text is tokenised in blocks and forgotten.
+One rule: rows are read and made tokens by what training reads and makes them with, so both agree to the
+token. Of token columns of Arrow data only the offsets are read, never the tokens; text is tokenised in blocks
+and forgotten.
 """
 
 from __future__ import annotations
@@ -78,11 +79,13 @@ def scan(
     """Lengths of all sequences of files and folders.
 
     Args:
-        column: token lists, lengths, or, with `tokenise`, texts or conversations; None to look for a usual name.
+        column: token lists, lengths, or, with `tokenise`, texts or conversations; None to look for a usual
+            name.
         split: of a saved DatasetDict, or of a folder whose files are named by splits.
 
     Raises:
-        ValueError: nothing to read, an unknown kind of file, a column that is missing or holds something else, a null.
+        ValueError: nothing to read, an unknown kind of file, a column that is missing or holds something
+            else, a null.
     """
     reader = _Reader(column, tokenise, progress, reading or Reading())
     files = 0
@@ -152,7 +155,8 @@ class _Reader:
             raise ValueError(f"{path} is not a whole .npy file of numbers.") from error
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(
-                f"{path} has shape {array.shape} and dtype {array.dtype}; it must hold one whole number of tokens a row."
+                f"{path} has shape {array.shape} and dtype {array.dtype}; it must hold one whole number of "
+                "tokens a row."
             )
         self._keep(array)
 
@@ -187,7 +191,8 @@ class _Reader:
             names = list(dict.fromkeys(name for row in block.rows for name in row))
             if self._column is not None and self._column not in names:
                 raise ValueError(
-                    f"{self._path} has no column {self._column!r}, only {', '.join(names) or 'empty rows'}: name one with --column."
+                    f"{self._path} has no column {self._column!r}, only {', '.join(names) or 'empty rows'}: "
+                    "name one with --column."
                 )
             counts = self._counts(names, block)
             if counts is not None:
@@ -203,7 +208,8 @@ class _Reader:
         if self._column is not None:
             if self._column not in names:
                 raise ValueError(
-                    f"{self._path} has no column {self._column!r}, only {', '.join(names) or 'empty rows'}: name one with --column."
+                    f"{self._path} has no column {self._column!r}, only {', '.join(names) or 'empty rows'}: "
+                    "name one with --column."
                 )
             return self._column
         if self._encoder is None and self.name is not None and self.name in names:
@@ -254,8 +260,8 @@ class _Reader:
             return RowEncoder(row_format, None)
         if self._tokenise is None:
             raise ValueError(
-                f"column {self.name!r} of {self._path} holds text, and packing goes by tokens: give the tokenizer's folder with "
-                "--tokenizer, or a column of token lists with --column."
+                f"column {self.name!r} of {self._path} holds text, and packing goes by tokens: give the "
+                "tokenizer's folder with --tokenizer, or a column of token lists with --column."
             )
         self.made_up = True
         return self._tokenise(row_format)
@@ -279,7 +285,8 @@ class _Reader:
         if values.null_count:
             row = self._num_rows + int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
             raise ValueError(
-                f"{self._path}: row {row}: {name} is None, not a list of tokens. Remove the row or fill the cell."
+                f"{self._path}: row {row}: {name} is None, not a list of tokens. Remove the row or fill the "
+                "cell."
             )
         if pa.types.is_integer(values.type):
             self.made_up = True

@@ -101,7 +101,8 @@ def _steps(found: Inspection) -> Table:
     question, steps = found.question, found.steps
     ranks, batches = counted(question.ranks, "rank"), counted(question.accumulate, "batch", "batches")
     table = _table(
-        f"An epoch on {ranks}, {question.bins_per_batch} x {question.capacity:,} tokens a batch, {batches} a step"
+        f"An epoch on {ranks}, {question.bins_per_batch} x {question.capacity:,} tokens a batch, {batches} a "
+        "step"
     )
     table.add_row("batches a rank", f"{steps.micro_steps:,}", "the same on every rank")
     table.add_row("optimizer steps", f"{steps.optimizer_steps:,}")
@@ -183,5 +184,6 @@ def show_measured(measured: Sequence[Measured], source: str, description: str, c
         )
     console.print(table)
     console.print(
-        "[dim]0 threads: each batch is made when it is asked for. Waiting above 1 %: the loader is too slow.[/dim]"
+        "[dim]0 threads: each batch is made when it is asked for. Waiting above 1 %: the loader is too "
+        "slow.[/dim]"
     )

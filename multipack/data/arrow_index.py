@@ -1,7 +1,8 @@
 """Row counts and row lengths of an Arrow file from its metadata and offsets, without its values.
 
-pyarrow reads a record batch as a whole. Where that would be a download, the few bytes that matter are read here by their
-place in the file: see "IPC File Format" and the flatbuffers `File.fbs`, `Message.fbs` of the Arrow columnar format.
+pyarrow reads a record batch as a whole. Where that would be a download, the few bytes that matter are read
+here by their place in the file: see "IPC File Format" and the flatbuffers `File.fbs`, `Message.fbs` of the
+Arrow columnar format.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def read_batches(file: Any) -> list[BatchIndex]:
 def read_lengths(
     file: Any, batch: BatchIndex, schema: pa.Schema, column: str
 ) -> npt.NDArray[np.int64] | None:
-    """Length of each list of a column, int64 [num_rows], from its offsets alone; None where the layout does not tell.
+    """Length of each list of a column, int64 [num_rows], from its offsets alone; None where the layout does
+    not tell.
 
     Rows that are null count as empty.
     """

@@ -1,6 +1,7 @@
 """Which columns of a selection make the labels of a batch, and which may not be there.
 
-One rule: a column that looks like labels, masks or the collator's own output is used for that or refused, never passed on.
+One rule: a column that looks like labels, masks or the collator's own output is used for that or refused,
+never passed on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _MADE_HERE = frozenset(
 
 
 def label_columns(columns: Columns) -> tuple[NumberColumn | None, tuple[str, ...]]:
-    """The column labels are made of (None: a number a sequence) and the masks that choose among its tokens."""
+    """The column labels are made of (None: a number a sequence) and the masks that choose among its
+    tokens."""
     if "labels" in columns.scalars:
         return None, ()
     if "labels" in columns.tokens:
@@ -40,14 +42,15 @@ def check_columns(columns: Columns, located: Located) -> None:
     for name in ("labels", *MASKS, "attention_mask"):
         if name in columns.objects or (name in columns.scalars and name != "labels"):
             raise ValueError(
-                f"column {name!r} has no number for each token, so it would choose no targets: make it a list of numbers as long as "
-                "the tokens, or leave it out by TokenDataset(columns=...)"
+                f"column {name!r} has no number for each token, so it would choose no targets: make it a "
+                "list of numbers as long as the tokens, or leave it out by TokenDataset(columns=...)"
             )
     for kind in (columns.tokens, columns.scalars, columns.objects):
         taken = _MADE_HERE.intersection(kind)
         if taken:
             raise ValueError(
-                f"the collator makes {sorted(taken)} itself: leave these columns out by TokenDataset(columns=...)"
+                f"the collator makes {sorted(taken)} itself: leave these columns out by "
+                "TokenDataset(columns=...)"
             )
     if "attention_mask" in columns.tokens:
         _check_unpadded(columns.tokens["attention_mask"], located)
@@ -57,14 +60,15 @@ def _check_unpadded(mask: NumberColumn, located: Located) -> None:
     values = read(mask, located)
     if bool((values > 1).any()):
         raise ValueError(
-            f"attention_mask has values up to {int(values.max())}, which number sequences packed by someone else, and they would be read as "
-            "one. Give their lengths in a column seq_lengths, or positions that begin again at 0 in position_ids."
+            f"attention_mask has values up to {int(values.max())}, which number sequences packed by someone "
+            "else, and they would be read as one. Give their lengths in a column seq_lengths, or positions "
+            "that begin again at 0 in position_ids."
         )
     attended = values != 0
     if not bool(attended.all()):
         first = int(torch.nonzero(~attended)[0])
         sequence = int(np.searchsorted(np.cumsum(located.lengths), first, side="right"))
         raise ValueError(
-            f"attention_mask is 0 in sequence {sequence} of the batch (table row {located.rows[sequence]}): the row was padded "
-            "before, and its padding would be trained on. Tokenise without padding."
+            f"attention_mask is 0 in sequence {sequence} of the batch (table row {located.rows[sequence]}): "
+            "the row was padded before, and its padding would be trained on. Tokenise without padding."
         )

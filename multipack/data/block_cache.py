@@ -1,7 +1,8 @@
 """Blocks of a store on local disk: fetched before they are needed, evicted by when they are needed next.
 
-The one rule: the plan decides. It says which batches come, so the next block to fetch and the block to give up are known, not
-guessed; what the training loop asks for is never evicted for something that is needed later.
+The one rule: the plan decides. It says which batches come, so the next block to fetch and the block to give
+up are known, not guessed; what the training loop asks for is never evicted for something that is needed
+later.
 """
 
 from __future__ import annotations
@@ -45,20 +46,23 @@ class Traffic:
     """What a cache has done. Plain counters, for reports."""
 
     blocks_fetched: int = 0
-    """Blocks that came from the store. Above the number of blocks an epoch: raise `cache_bytes` or `shuffle_block`."""
+    """Blocks that came from the store. Above the number of blocks an epoch: raise `cache_bytes` or
+    `shuffle_block`."""
     blocks_found: int = 0
     """Blocks that were on disk already when they were asked for first, such as after a restart."""
     bytes_fetched: int = 0
     """Uncompressed bytes of the blocks fetched."""
     blocks_waited_for: int = 0
-    """Blocks that were not there when a batch needed them. Many, beside a loader that waits: raise `fetch_threads`."""
+    """Blocks that were not there when a batch needed them. Many, beside a loader that waits: raise
+    `fetch_threads`."""
 
 
 @dataclass
 class _State:
     """All that threads share, guarded by the condition of the cache."""
 
-    # Invariant: a block is in at most one of `sizes` (its file is whole, on disk, and counted in `used`) and `fetching`.
+    # Invariant: a block is in at most one of `sizes` (its file is whole, on disk, and counted in `used`) and
+    # `fetching`.
     sizes: dict[Block, int] = field(default_factory=dict)
     fetching: set[Block] = field(default_factory=set)
     failed: dict[Block, BaseException] = field(default_factory=dict)
@@ -123,7 +127,8 @@ class BlockCache:
         return len(self._state.batches)
 
     def take(self, blocks: Sequence[Block]) -> list[pa.Table]:
-        """These blocks, for the batch that comes next. They stay readable for as long as they are referenced."""
+        """These blocks, for the batch that comes next. They stay readable for as long as they are
+        referenced."""
         tables = [self._get(block) for block in blocks]
         with self._changed:
             self._passed(frozenset(blocks))
@@ -139,7 +144,8 @@ class BlockCache:
             thread.join(timeout=1)
 
     def _passed(self, blocks: frozenset[Block]) -> None:
-        """The batch that was announced with these blocks is no longer to come. Batches are taken in about their order."""
+        """The batch that was announced with these blocks is no longer to come. Batches are taken in about
+        their order."""
         batches = self._state.batches
         place = next((i for i, (_, announced) in enumerate(batches) if announced == blocks), None)
         if place is None:
@@ -252,8 +258,9 @@ class BlockCache:
             thread.start()
 
     def _next_wanted(self) -> Block | None:
-        """The block that is needed first of those that are missing, if it may be fetched now: those of the next batch always, others
-        where nothing has to go that is needed again. What is needed again is thus given up as late as can be."""
+        """The block that is needed first of those that are missing, if it may be fetched now: those of the
+        next batch always, others where nothing has to go that is needed again. What is needed again is thus
+        given up as late as can be."""
         state = self._state
         for place, (_, blocks) in enumerate(state.batches):
             for block in sorted(blocks):
@@ -270,7 +277,8 @@ class BlockCache:
         return kept + max(state.sizes.values()) * (len(state.fetching) + 1) <= self.cache_bytes
 
 
-# Invariant: a thread holds its cache only while it looks for a block or brings one, so a cache that is dropped ends its threads.
+# Invariant: a thread holds its cache only while it looks for a block or brings one, so a cache that is
+# dropped ends its threads.
 def _fetch_ahead(cache_of: weakref.ref[BlockCache], changed: threading.Condition, state: _State) -> None:
     while (found := _await_next(cache_of, changed, state)) is not None:
         cache, block = found
@@ -299,7 +307,8 @@ def _await_next(
 
 
 def _stop(changed: threading.Condition, state: _State) -> None:
-    """Wake the threads of a cache that is gone. The condition's lock may be taken again by the thread that holds it."""
+    """Wake the threads of a cache that is gone. The condition's lock may be taken again by the thread that
+    holds it."""
     with changed:
         state.stopped = True
         changed.notify_all()

@@ -1,9 +1,9 @@
 """FlexAttention's block mask of a packed batch, from boundaries instead of from tokens x tokens.
 
-`create_block_mask` evaluates the mask at every pair of tokens, which takes longer than attention itself. Segments are
-contiguous, so the blocks that a block of queries sees are one range, and those it sees as a whole are another:
-both follow from where segments begin. The collator writes them in the loader's thread, as tensors that travel
-with the batch, and `block_mask` wraps them on the device.
+`create_block_mask` evaluates the mask at every pair of tokens, which takes longer than attention itself.
+Segments are contiguous, so the blocks that a block of queries sees are one range, and those it sees as a
+whole are another: both follow from where segments begin. The collator writes them in the loader's thread, as
+tensors that travel with the batch, and `block_mask` wraps them on the device.
 
 Causal, capacity 8, blocks of 2, sequences of 3 and 5 tokens (F: the whole block is visible, p: a part of it):
 ```
@@ -34,14 +34,17 @@ TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 
 
 def block_mask(batch: Mapping[str, Any], block: int = 128) -> BlockMask:
-    """The mask of causal attention inside each segment, for `flex_attention(query, key, value, block_mask=...)`.
+    """The mask of causal attention inside each segment, for `flex_attention(query, key, value,
+    block_mask=...)`.
 
     Padding is a segment of its own, as in the boundaries. All layers of a forward share one mask.
 
     Args:
-        batch: a batch of PackedCollator, on any device. Where the collator was made with `block_mask=block`, its tables are
-            wrapped; otherwise they are made here, which waits for the boundaries if these are not on the CPU.
-        block: side of a block in tokens; queries of shape [rows, heads, slots, head_dim] have ceil(slots / block).
+        batch: a batch of PackedCollator, on any device. Where the collator was made with `block_mask=block`,
+            its tables are wrapped; otherwise they are made here, which waits for the boundaries if these are
+            not on the CPU.
+        block: side of a block in tokens; queries of shape [rows, heads, slots, head_dim] have ceil(slots /
+            block).
 
     Returns:
         A BlockMask of shape [rows, 1, slots, slots] on the device of `input_ids`.
@@ -60,8 +63,8 @@ def block_mask(batch: Mapping[str, Any], block: int = 128) -> BlockMask:
     if TABLES[0] in batch:
         if batch["block_size"] != block:
             raise ValueError(
-                f"the batch has tables of blocks of {batch['block_size']} tokens, not of {block}: make the collator with "
-                f"block_mask={block}, or pass block={batch['block_size']}."
+                f"the batch has tables of blocks of {batch['block_size']} tokens, not of {block}: make the "
+                f"collator with block_mask={block}, or pass block={batch['block_size']}."
             )
         tables = batch
     else:
@@ -91,9 +94,9 @@ def block_tables(
         block: side of a block in tokens.
 
     Returns:
-        `kv_num_blocks` int32 [rows, 1, blocks] and `kv_indices` int32 [rows, 1, blocks, blocks]: the blocks of keys that
-        each block of queries sees in part; `full_kv_num_blocks` and `full_kv_indices`: those that it sees as a whole.
-        Entries of the indices behind their number are 0.
+        `kv_num_blocks` int32 [rows, 1, blocks] and `kv_indices` int32 [rows, 1, blocks, blocks]: the blocks
+        of keys that each block of queries sees in part; `full_kv_num_blocks` and `full_kv_indices`: those
+        that it sees as a whole. Entries of the indices behind their number are 0.
     """
     whole_number("block", block, 2)
     num_blocks = -(-slots // block)
@@ -108,8 +111,8 @@ def block_tables(
         return (found - row_start).astype(np.int32)
 
     of_first, of_last = segment_start(query * block), segment_start(last_slot)
-    # Queries j see a part of the blocks from `seen` on, and all of those from `whole` on, which lie in the one segment that
-    # fills block j. Block j itself is never whole: its first token does not see its last.
+    # Queries j see a part of the blocks from `seen` on, and all of those from `whole` on, which lie in the
+    # one segment that fills block j. Block j itself is never whole: its first token does not see its last.
     seen = of_first // block
     whole = np.where(of_first == of_last, -(-of_last // block), query)
     if slots % block:  # the last block has slots outside the batch

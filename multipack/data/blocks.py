@@ -1,7 +1,7 @@
 """Shards cut into blocks: what can be fetched without the rest of its shard.
 
-A block is a row group of Parquet, a record batch of an Arrow file, and the whole of a file that can be read from its start only
-(Arrow streams, JSON lines).
+A block is a row group of Parquet, a record batch of an Arrow file, and the whole of a file that can be read
+from its start only (Arrow streams, JSON lines).
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def read_shape(file: Any, path: str, form: Format) -> Shape:
 
 
 def read_lengths(file: Any, form: Format, column: str, lengths: str | None) -> NDArray[np.int64] | None:
-    """Length of every row of an open shard, int64, without its values: of a column `lengths` that says them, else of the offsets of
-    an Arrow file. None where the format does not tell.
+    """Length of every row of an open shard, int64, without its values: of a column `lengths` that says them,
+    else of the offsets of an Arrow file. None where the format does not tell.
     """
     if form == "parquet" and lengths is not None:
         return _numbers(parquet.ParquetFile(file).read([lengths]), lengths)
@@ -136,7 +136,8 @@ def _read_json(file: Any, path: str) -> pa.Table:
 
 
 def _parse(file: Any, parse: Callable[[Any], pa.Table]) -> pa.Table:
-    """A file that is read as a whole. Once its bytes are here, an error is one of the content and not of the connection."""
+    """A file that is read as a whole. Once its bytes are here, an error is one of the content and not of the
+    connection."""
     raw = pa.BufferReader(file.read_buffer())
     try:
         return parse(raw)

@@ -1,7 +1,7 @@
 """Make a batch of the sequences of a selection.
 
-Tensors are allocated here and written by the compiled reader, each once and without the GIL. Rows that come as plain
-dicts take the same way through a small data set of their own, so both give the same batch.
+Tensors are allocated here and written by the compiled reader, each once and without the GIL. Rows that come
+as plain dicts take the same way through a small data set of their own, so both give the same batch.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class _Collator:
     """Add `indices`: the row of the source of each sequence, int64 [num_sequences]."""
 
     loss_weights: str | None = None
-    """How much targets count in the loss: "sequences" (each sequence 1, its targets alike), "tokens" (each target 1), or a column of
-    weights, one a token or one a sequence. Adds `loss_weights`, float32 beside the labels, and their sum `sum_loss_weights`."""
+    """How much targets count in the loss: "sequences" (each sequence 1, its targets alike), "tokens" (each
+    target 1), or a column of weights, one a token or one a sequence. Adds `loss_weights`, float32 beside the
+    labels, and their sum `sum_loss_weights`."""
 
     def __post_init__(self) -> None:
         whole_number("pad_token_id", self.pad_token_id)
@@ -148,8 +149,9 @@ class _Collator:
         if not isinstance(features, Selection):
             if self.return_indices:
                 raise ValueError(
-                    "rows given as dicts do not know their row of the source, which return_indices asks for. Let the "
-                    "loader fetch them by TokenDataset.__getitems__, or carry the row in a column."
+                    "rows given as dicts do not know their row of the source, which return_indices asks "
+                    "for. Let the loader fetch them by TokenDataset.__getitems__, or carry the row in a "
+                    "column."
                 )
             dataset = TokenDataset(list(features))
             features = dataset.__getitems__(range(len(dataset)))
@@ -160,22 +162,25 @@ class _Collator:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedCollator(_Collator):
-    """Put sequences one after the other, without a mask between them and without padding where none is asked for.
+    """Put sequences one after the other, without a mask between them and without padding where none is asked
+    for.
 
     A batch is a dict of
-    - `input_ids`, `labels`, `position_ids` (int64) and `seq_idx` (int32), all of shape [1, T] ("flat") or [bins, capacity]
-      ("rows"). Positions and `seq_idx` start again with each sequence and each row of the batch, respectively.
-    - `cu_seq_lens_q` and `cu_seq_lens_k`, one int32 tensor: strictly increasing boundaries of the segments of the flattened
-      batch, from 0 to its number of slots. The padding at the end of a row is one segment of its own, so that no token
-      attends to it. `max_length_q` and `max_length_k` are the longest segment, an int; with `max_length_to` its next
-      multiple.
-    - further token columns in the shape of `input_ids` (0 where padded), one number a sequence for scalar columns, a list
-      for anything else. There is never an `attention_mask`: a mask of ones makes models treat the batch as one sequence.
-    - `group`, int64 [num_sequences], where sequences had to stay together: equal numbers are one group. A column of that name
-      in the data stays what it is.
-    - ints `num_tokens` (without padding), `num_sequences` (without padding) and `num_target_tokens` (labels that are not
-      `ignore_index`), all 0 for a batch that only repeats another; `num_slots` (with padding), `num_bins` and `bin_capacity` (0 where
-      nothing was packed).
+    - `input_ids`, `labels`, `position_ids` (int64) and `seq_idx` (int32), all of shape [1, T] ("flat") or
+      [bins, capacity] ("rows"). Positions and `seq_idx` start again with each sequence and each row of the
+      batch, respectively.
+    - `cu_seq_lens_q` and `cu_seq_lens_k`, one int32 tensor: strictly increasing boundaries of the segments of
+      the flattened batch, from 0 to its number of slots. The padding at the end of a row is one segment of
+      its own, so that no token attends to it. `max_length_q` and `max_length_k` are the longest segment, an
+      int; with `max_length_to` its next multiple.
+    - further token columns in the shape of `input_ids` (0 where padded), one number a sequence for scalar
+      columns, a list for anything else. There is never an `attention_mask`: a mask of ones makes models treat
+      the batch as one sequence.
+    - `group`, int64 [num_sequences], where sequences had to stay together: equal numbers are one group. A
+      column of that name in the data stays what it is.
+    - ints `num_tokens` (without padding), `num_sequences` (without padding) and `num_target_tokens` (labels
+      that are not `ignore_index`), all 0 for a batch that only repeats another; `num_slots` (with padding),
+      `num_bins` and `bin_capacity` (0 where nothing was packed).
 
     >>> batch = collate(rows([11, 12, 13], [21, 22]))          # capacity 6, pad_to="capacity"
     input_ids     11  12  13  21  22   0
@@ -183,22 +188,24 @@ class PackedCollator(_Collator):
     position_ids   0   1   2   0   1   0
     cu_seq_lens_q  0           3       5   6
 
-    Labels are unshifted, as transformers' models expect: the `labels` column as it is, else `input_ids` where each of
-    `loss_mask`, `assistant_masks`, `assistant_mask` and `completion_mask` that is there is nonzero. A selection marked as repeated
-    has no targets.
+    Labels are unshifted, as transformers' models expect: the `labels` column as it is, else `input_ids` where
+    each of `loss_mask`, `assistant_masks`, `assistant_mask` and `completion_mask` that is there is nonzero. A
+    selection marked as repeated has no targets.
 
     `static=True` gives every batch of a run the same shapes, the last of an epoch and repeats included, as
     torch.compile(dynamic=False) and CUDA graphs need them:
-    - `cu_seq_lens_q` has bins_per_batch * (max_sequences_per_bin + 1) + 1 entries and is non-decreasing: what is left over are
-      empty segments at the end of the batch ("flat") or of each row ("rows"), which attention must skip. The padding of a flat
-      batch is cut into segments of at most `capacity` slots.
+    - `cu_seq_lens_q` has bins_per_batch * (max_sequences_per_bin + 1) + 1 entries and is non-decreasing: what
+      is left over are empty segments at the end of the batch ("flat") or of each row ("rows"), which
+      attention must skip. The padding of a flat batch is cut into segments of at most `capacity` slots.
     - `max_length_q` and `max_length_k` are `capacity`.
-    - tensors of one number a sequence (scalar columns, `indices`) have bins_per_batch * max_sequences_per_bin entries, of which the
-      first `num_sequences` count; the rest is 0, in labels `ignore_index`, in `indices` -1.
-    - the int `num_segments` counts the segments that are not empty. It and the other `num_...` change from batch to batch: pass
-      them to a compiled function as tensors, not as ints.
+    - tensors of one number a sequence (scalar columns, `indices`) have bins_per_batch * max_sequences_per_bin
+      entries, of which the first `num_sequences` count; the rest is 0, in labels `ignore_index`, in `indices`
+      -1.
+    - the int `num_segments` counts the segments that are not empty. It and the other `num_...` change from
+      batch to batch: pass them to a compiled function as tensors, not as ints.
 
-    Four sequences of one token column, capacity 5, max_sequences_per_bin=3, bins_per_batch=2, pad_to="capacity":
+    Four sequences of one token column, capacity 5, max_sequences_per_bin=3, bins_per_batch=2,
+    pad_to="capacity":
     ```
     input_ids       11  12  21  31  32  33  41   0   0   0
     position_ids     0   1   0   0   1   2   0   0   1   2
@@ -206,9 +213,10 @@ class PackedCollator(_Collator):
     ```
 
     Raises:
-        ValueError: a bin does not fit the capacity, or has more sequences than `max_sequences_per_bin`, or the batch more bins than
-            `bins_per_batch` under `static`, a row was padded before (its `attention_mask` holds a 0), a column has the
-            name of something made here, or the batch has no sequence.
+        ValueError: a bin does not fit the capacity, or has more sequences than `max_sequences_per_bin`, or
+            the batch more bins than `bins_per_batch` under `static`, a row was padded before (its
+            `attention_mask` holds a 0), a column has the name of something made here, or the batch has no
+            sequence.
     """
 
     layout: Literal["flat", "rows"] = "flat"
@@ -216,21 +224,27 @@ class PackedCollator(_Collator):
     capacity: int | None = None
     """Token slots of a bin, for rows that were not packed by our samplers, whose batches carry it."""
     pad_to: Literal["capacity"] | int | None = None
-    """Slots of a flat batch: as many as tokens (None), the capacity of its bins, or a multiple of a number."""
+    """Slots of a flat batch: as many as tokens (None), the capacity of its bins, or a multiple of a
+    number."""
     align_to: int = 1
     """Each sequence takes a multiple of this many slots. Its segment includes the slots after its end (labels
     `ignore_index`), and `cu_seq_lens_real` has the boundaries without them."""
     boundaries: Literal["document", "bin"] = "document"
-    """What attention and positions know of: each sequence alone, or all of a "bin" as one, whose first label alone is masked."""
+    """What attention and positions know of: each sequence alone, or all of a "bin" as one, whose first label
+    alone is masked."""
     position_start: int = 0
-    """Position of the first token of each sequence; RoBERTa-like models count from `padding_idx + 1`, mostly 2."""
+    """Position of the first token of each sequence; RoBERTa-like models count from `padding_idx + 1`, mostly
+    2."""
     max_length_to: int | None = None
-    """`max_length_q` and `max_length_k` are the next multiple of this, so that few values of them occur: each one is compiled."""
+    """`max_length_q` and `max_length_k` are the next multiple of this, so that few values of them occur: each
+    one is compiled."""
     block_mask: int | None = None
-    """Side of FlexAttention's blocks in tokens, mostly 128: adds what `multipack.data.block_mask.block_mask(batch)` makes a
-    BlockMask of, so that the loader's thread does the work."""
+    """Side of FlexAttention's blocks in tokens, mostly 128: adds what
+    `multipack.data.block_mask.block_mask(batch)` makes a BlockMask of, so that the loader's thread does the
+    work."""
     static: bool = False
-    """All batches have equal shapes and an equal `max_length_q`; needs `max_sequences_per_bin` and rows or pad_to="capacity"."""
+    """All batches have equal shapes and an equal `max_length_q`; needs `max_sequences_per_bin` and rows or
+    pad_to="capacity"."""
     max_sequences_per_bin: int | None = None
     """With `static`: most sequences of a bin, as the bins were planned."""
     bins_per_batch: int = 1
@@ -241,8 +255,8 @@ class PackedCollator(_Collator):
         check_choice("boundaries", self.boundaries, ("document", "bin"))
         if self.boundaries == "bin" and self.align_to != 1:
             raise ValueError(
-                f"align_to={self.align_to} leaves slots between the sequences of a bin, which boundaries='bin' makes one sequence: use "
-                "one of the two."
+                f"align_to={self.align_to} leaves slots between the sequences of a bin, which "
+                "boundaries='bin' makes one sequence: use one of the two."
             )
         if self.layout == "rows" and self.pad_to is not None:
             raise ValueError(
@@ -320,18 +334,18 @@ class PackedCollator(_Collator):
             return
         if self.layout == "flat" and self.pad_to != "capacity":
             raise ValueError(
-                f"static=True with layout='flat' and pad_to={self.pad_to!r}: the number of slots would change from batch to "
-                "batch. Use pad_to='capacity', or layout='rows'."
+                f"static=True with layout='flat' and pad_to={self.pad_to!r}: the number of slots would "
+                "change from batch to batch. Use pad_to='capacity', or layout='rows'."
             )
         if self.max_sequences_per_bin is None:
             raise ValueError(
-                "static=True needs max_sequences_per_bin, for which the boundaries have room: the number that the bins are "
-                "planned with, such as the capacity over a typical length."
+                "static=True needs max_sequences_per_bin, for which the boundaries have room: the number "
+                "that the bins are planned with, such as the capacity over a typical length."
             )
         if self.max_length_to is not None:
             raise ValueError(
-                f"max_length_to={self.max_length_to} has no effect with static=True, where max_length_q is the capacity: "
-                "leave it out."
+                f"max_length_to={self.max_length_to} has no effect with static=True, where max_length_q is "
+                "the capacity: leave it out."
             )
 
     def _static_shape(self, capacity: int) -> StaticShape | None:
@@ -346,14 +360,14 @@ class PackedCollator(_Collator):
         """Token slots of a bin, 0 where that is unknown and not needed."""
         if self.capacity and selection.bin_capacity and self.capacity != selection.bin_capacity:
             raise ValueError(
-                f"the bins were packed with a capacity of {selection.bin_capacity} and the collator has {self.capacity}: leave the "
-                "collator's out, since the batches of our samplers carry it."
+                f"the bins were packed with a capacity of {selection.bin_capacity} and the collator has "
+                f"{self.capacity}: leave the collator's out, since the batches of our samplers carry it."
             )
         capacity = selection.bin_capacity or self.capacity or 0
         if not capacity and (self.layout == "rows" or self.pad_to == "capacity"):
             raise ValueError(
-                "layout='rows' and pad_to='capacity' need the capacity of a bin in token slots, which these rows do not carry: pass "
-                "PackedCollator(capacity=...)."
+                "layout='rows' and pad_to='capacity' need the capacity of a bin in token slots, which these "
+                "rows do not carry: pass PackedCollator(capacity=...)."
             )
         return capacity
 
@@ -388,12 +402,14 @@ class PackedCollator(_Collator):
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedCollator(_Collator):
-    """Give each sequence a row of its own, padded to the longest: what packing saves, for evaluation and comparison.
+    """Give each sequence a row of its own, padded to the longest: what packing saves, for evaluation and
+    comparison.
 
-    A batch has `input_ids`, `labels` and `attention_mask` (int64, [num_sequences, longest]), and the further columns and counts of
-    PackedCollator, with the same labels: packed or padded, the same tokens are targets. `attention_mask` is made
-    from the lengths, so that a last token equal to `pad_token_id` still counts. Padding on the left comes with `position_ids`
-    (int64, of that shape) which count from the first token, 0 in the padding: models would count from the padding.
+    A batch has `input_ids`, `labels` and `attention_mask` (int64, [num_sequences, longest]), and the further
+    columns and counts of PackedCollator, with the same labels: packed or padded, the same tokens are targets.
+    `attention_mask` is made from the lengths, so that a last token equal to `pad_token_id` still counts.
+    Padding on the left comes with `position_ids` (int64, of that shape) which count from the first token, 0
+    in the padding: models would count from the padding.
     """
 
     padding_side: Literal["right", "left"] = "right"
@@ -455,6 +471,6 @@ def _check_fit(stored: npt.NDArray[np.int64], bin_offsets: npt.NDArray[np.int64]
     used = np.diff(np.concatenate(([0], np.cumsum(stored)))[bin_offsets])
     if used.max() > capacity:
         raise ValueError(
-            f"bin {int(used.argmax())} of the batch takes {int(used.max())} slots, above the capacity of {capacity}: the capacity (and "
-            "align_to) must be those the bins were planned with."
+            f"bin {int(used.argmax())} of the batch takes {int(used.max())} slots, above the capacity of "
+            f"{capacity}: the capacity (and align_to) must be those the bins were planned with."
         )

@@ -1,7 +1,7 @@
 """Arrow columns as the compiled reader sees them.
 
-A column is split into raw buffers once, when a data set is opened. Nothing is copied, combined or flattened, so that
-memory-mapped data stay on disk and a column may hold any number of elements.
+A column is split into raw buffers once, when a data set is opened. Nothing is copied, combined or flattened,
+so that memory-mapped data stay on disk and a column may hold any number of elements.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def number_column(
 
 
 def _values(array: pa.Array, skip: int) -> tuple[npt.NDArray[np.uint8] | None, int, int]:
-    """Buffer of a number array, first element in it after leaving out `skip`, and how many may be read from there."""
+    """Buffer of a number array, first element in it after leaving out `skip`, and how many may be read from
+    there."""
     buffer = None if pa.types.is_null(array.type) else array.buffers()[1]
     if buffer is None:
         return None, 0, 0

@@ -1,8 +1,9 @@
 """Cut a packed batch into the slices of context-parallel ranks.
 
-All ranks of a context-parallel group hold the same batch, and each trains on its slots of it. One rule: what needs to see
-beyond a slice is done before the cut. So labels are shifted inside their sequences first, as the target of a slice's last slot
-lies in another slice, and the boundaries of the whole batch stay with each slice.
+All ranks of a context-parallel group hold the same batch, and each trains on its slots of it. One rule: what
+needs to see beyond a slice is done before the cut. So labels are shifted inside their sequences first, as the
+target of a slice's last slot lies in another slice, and the boundaries of the whole batch stay with each
+slice.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def context_slice(
 ) -> dict[str, Any]:
     """The part of a packed batch that one context-parallel rank trains on.
 
-    "zigzag" cuts every segment into 2 * cp_size equal chunks, of which rank r holds chunks r and 2 * cp_size - 1 - r: with
-    causal attention all ranks then have like work, which ring attention needs (the order of TransformerEngine's
-    `thd_get_partitioned_indices`). Plan and collate with `align_to=2 * cp_size`. "contiguous" cuts every row of the batch into
-    cp_size equal runs, for Ulysses, sequence parallelism and attention with gathered keys; the slots of a row must be a
-    multiple of cp_size.
+    "zigzag" cuts every segment into 2 * cp_size equal chunks, of which rank r holds chunks r and 2 * cp_size
+    - 1 - r: with causal attention all ranks then have like work, which ring attention needs (the order of
+    TransformerEngine's `thd_get_partitioned_indices`). Plan and collate with `align_to=2 * cp_size`.
+    "contiguous" cuts every row of the batch into cp_size equal runs, for Ulysses, sequence parallelism and
+    attention with gathered keys; the slots of a row must be a multiple of cp_size.
 
     Sequences of 5 and 3 tokens, cp_size 2, align_to 4 ("zigzag" keeps slots 0 1 6 7 | 8 11 on rank 0):
     ```
@@ -43,27 +44,29 @@ def context_slice(
     ```
 
     Args:
-        batch: a batch of PackedCollator with labels for tokens, the same on all ranks of the group, on any device. Zigzag reads
-            its boundaries on the CPU.
+        batch: a batch of PackedCollator with labels for tokens, the same on all ranks of the group, on any
+            device. Zigzag reads its boundaries on the CPU.
         cp_rank, cp_size: this rank of the group, and its size.
         ignore_index: label of slots that are no target, as the collator had it.
 
     Returns:
         A dict of
-        - `input_ids`, `position_ids`, `seq_idx` and all other tensors of that shape, [rows, slots / cp_size]; the slices of all
-          ranks are a partition of the batch.
-        - `shift_labels`: the label of the next slot of the same segment, `ignore_index` in its last: logits and `shift_labels` of
-          a slot belong together. `labels` is left out, since a model would shift it inside the slice.
-        - `cu_seq_lens_q` and `cu_seq_lens_k`, int32: boundaries of the segments inside the slice, from 0, and their longest
-          length or more in the ints `max_length_q` and `max_length_k`. Of a static batch their number and the int are the same in every slice
-          of every batch, with empty segments; else they are strictly increasing.
+        - `input_ids`, `position_ids`, `seq_idx` and all other tensors of that shape, [rows, slots / cp_size];
+          the slices of all ranks are a partition of the batch.
+        - `shift_labels`: the label of the next slot of the same segment, `ignore_index` in its last: logits
+          and `shift_labels` of a slot belong together. `labels` is left out, since a model would shift it
+          inside the slice.
+        - `cu_seq_lens_q` and `cu_seq_lens_k`, int32: boundaries of the segments inside the slice, from 0, and
+          their longest length or more in the ints `max_length_q` and `max_length_k`. Of a static batch their
+          number and the int are the same in every slice of every batch, with empty segments; else they are
+          strictly increasing.
         - `global_cu_seq_lens` and `global_max_length`: those of the batch.
-        - `num_target_tokens`: targets of the slice, whose sum over the ranks is that of the batch; the ints `num_tokens` and
-          `num_sequences`, and all else, as in the batch.
+        - `num_target_tokens`: targets of the slice, whose sum over the ranks is that of the batch; the ints
+          `num_tokens` and `num_sequences`, and all else, as in the batch.
 
     Raises:
-        ValueError: a segment or row is no multiple of what its layout needs, a first label is a target, which is no slot's next, or
-            the batch was not packed, is a slice already, or has a label a sequence.
+        ValueError: a segment or row is no multiple of what its layout needs, a first label is a target, which
+            is no slot's next, or the batch was not packed, is a slice already, or has a label a sequence.
     """
     check_choice("layout", layout, LAYOUTS)
     cp_size = whole_number("cp_size", cp_size, 1)
@@ -100,7 +103,8 @@ def context_slice(
 
 
 def shift_labels(labels: torch.Tensor, boundaries: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
-    """Labels moved one slot to the left inside each segment, so that each slot has the token it is to predict.
+    """Labels moved one slot to the left inside each segment, so that each slot has the token it is to
+    predict.
 
     Args:
         labels: [rows, slots], unshifted.
@@ -110,15 +114,16 @@ def shift_labels(labels: torch.Tensor, boundaries: torch.Tensor, ignore_index: i
         [rows, slots]; the last slot of each segment has `ignore_index`.
 
     Raises:
-        ValueError: the first slot of a segment has a label: no slot of its segment predicts it, and it would be lost.
+        ValueError: the first slot of a segment has a label: no slot of its segment predicts it, and it would
+            be lost.
     """
     flat = labels.flatten()
     first = boundaries[:-1][boundaries.diff() > 0].long()
     targets = flat[first] != ignore_index
     if bool(targets.any()):
         raise ValueError(
-            f"the label of slot {int(first[targets][0])}, the first of its sequence, is a target, but no slot of the sequence predicts "
-            "it. Collate with mask_first_label=True, which is the default."
+            f"the label of slot {int(first[targets][0])}, the first of its sequence, is a target, but no "
+            "slot of the sequence predicts it. Collate with mask_first_label=True, which is the default."
         )
     # The first label of the next segment, which moves into the last slot of this one, is ignored already.
     return torch.cat((flat[1:], flat.new_full((1,), ignore_index))).view_as(labels)
@@ -140,17 +145,18 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
         raise ValueError("the batch is a slice already: cut each batch once, by the size of the whole group.")
     if "cu_seq_lens_q" not in batch:
         raise ValueError(
-            "the batch has no cu_seq_lens_q, so its sequences are not known: make it with PackedCollator, not with padding."
+            "the batch has no cu_seq_lens_q, so its sequences are not known: make it with PackedCollator, "
+            "not with padding."
         )
     if "loss_weights" in batch:
         raise ValueError(
-            "the batch has loss_weights, which slices do not carry: their targets would be weighed alike. Collate without them for "
-            "context parallelism."
+            "the batch has loss_weights, which slices do not carry: their targets would be weighed alike. "
+            "Collate without them for context parallelism."
         )
     if batch["labels"].shape != batch["input_ids"].shape:
         raise ValueError(
-            f"labels of shape {tuple(batch['labels'].shape)} are one a sequence, and a sequence lies in several slices: context "
-            "parallelism needs a label for each token."
+            f"labels of shape {tuple(batch['labels'].shape)} are one a sequence, and a sequence lies in "
+            "several slices: context parallelism needs a label for each token."
         )
 
 
@@ -161,8 +167,9 @@ def _zigzag(boundaries: torch.Tensor, cp_rank: int, cp_size: int) -> torch.Tenso
     if bool((lengths % chunks != 0).any()):
         segment = int((lengths % chunks != 0).nonzero()[0])
         raise ValueError(
-            f"segment {segment} of the batch has {int(lengths[segment])} slots, no multiple of 2 * cp_size = {chunks}, so its ranks would "
-            f"have unequal parts. Plan and collate with align_to={chunks} and a capacity that is a multiple of {chunks}."
+            f"segment {segment} of the batch has {int(lengths[segment])} slots, no multiple of 2 * cp_size = "
+            f"{chunks}, so its ranks would have unequal parts. Plan and collate with align_to={chunks} and a "
+            f"capacity that is a multiple of {chunks}."
         )
     starts = boundaries[:-1].long().repeat_interleave(lengths)
     size = (lengths // chunks).repeat_interleave(lengths)
@@ -174,8 +181,9 @@ def _contiguous(input_ids: torch.Tensor, cp_rank: int, cp_size: int) -> torch.Te
     rows, slots = input_ids.shape
     if slots % cp_size:
         raise ValueError(
-            f"a row of the batch has {slots} slots, no multiple of cp_size = {cp_size}: collate with pad_to={cp_size}, or with "
-            f"pad_to='capacity' or layout='rows' and a capacity that is a multiple of {cp_size}."
+            f"a row of the batch has {slots} slots, no multiple of cp_size = {cp_size}: collate with "
+            f"pad_to={cp_size}, or with pad_to='capacity' or layout='rows' and a capacity that is a multiple "
+            f"of {cp_size}."
         )
     part = slots // cp_size
     slot_of = torch.arange(rows * slots, device=input_ids.device).view(rows, slots)

@@ -1,8 +1,8 @@
 """Token sequences over Arrow, read in place.
 
-A data set knows the length of every sequence from its offsets, and hands out selections: row ids, nothing copied.
-The collator reads the rows. One rule: a row that a bin may hold is usable as it stands, so everything that is wrong
-with the data (nulls, unequal columns, over-long rows) is found here, before the first batch.
+A data set knows the length of every sequence from its offsets, and hands out selections: row ids, nothing
+copied. The collator reads the rows. One rule: a row that a bin may hold is usable as it stands, so everything
+that is wrong with the data (nulls, unequal columns, over-long rows) is found here, before the first batch.
 """
 
 from __future__ import annotations
@@ -33,36 +33,41 @@ class TokenDataset(Dataset[dict[str, Any]]):
     """Sequences of tokens with everything that belongs to them.
 
     Args:
-        source: a `datasets.Dataset` (memory-mapped or not, selected or shuffled), a `pyarrow.Table` or `RecordBatch`, a
-            dict of columns, a list of rows (dicts, or sequences of tokens), or a pair `(values, offsets)` of flat
-            arrays where row i is `values[offsets[i]:offsets[i + 1]]`. Arrow data and arrays are read where they lie. Files of
-            tokens: what `megatron`, `token_file` and `olmo` of `multipack.data.token_files` give. Shards of an object store: what
-            `multipack.data.remote.remote` gives.
+        source: a `datasets.Dataset` (memory-mapped or not, selected or shuffled), a `pyarrow.Table` or
+            `RecordBatch`, a dict of columns, a list of rows (dicts, or sequences of tokens), or a pair
+            `(values, offsets)` of flat arrays where row i is `values[offsets[i]:offsets[i + 1]]`. Arrow data
+            and arrays are read where they lie. Files of tokens: what `megatron`, `token_file` and `olmo` of
+            `multipack.data.token_files` give. Shards of an object store: what `multipack.data.remote.remote`
+            gives.
         column: the column with the tokens; it is called "input_ids" from here on.
         max_length: longest sequence in tokens, usually the capacity of a bin. None: no bound.
-        overlong: what to do with rows above `max_length`. "error"; "truncate" keeps their beginning; "split" makes
-            fragments of at most `max_length` tokens, each a sequence of its own; "drop".
+        overlong: what to do with rows above `max_length`. "error"; "truncate" keeps their beginning; "split"
+            makes fragments of at most `max_length` tokens, each a sequence of its own; "drop".
         columns: further columns to read; None reads all.
-        without_targets: what to do with sequences of which no token is learnt, also because `max_length` cut the targets off:
-            "keep" does not look, "drop" leaves them out, "error". Targets are what a collator makes of the columns; the first
-            token of a sequence is none. Reads the labels, or the masks, of all rows once.
-        end_token: a token to put behind every row, for data that were tokenised without it. It counts as a token of the row
-            everywhere, `max_length` included. None: rows as they are.
+        without_targets: what to do with sequences of which no token is learnt, also because `max_length` cut
+            the targets off: "keep" does not look, "drop" leaves them out, "error". Targets are what a
+            collator makes of the columns; the first token of a sequence is none. Reads the labels, or the
+            masks, of all rows once.
+        end_token: a token to put behind every row, for data that were tokenised without it. It counts as a
+            token of the row everywhere, `max_length` included. None: rows as they are.
 
-    List columns of numbers are token columns and must have the lengths of `column` in every row. Columns of single numbers
-    become one number a sequence. Any other column is passed on as Python objects. In tensors integers of any width are
-    int64, floats of any width float32 and booleans bool, as `datasets` and `torch.tensor` of Python numbers have them.
-    Rows of shape (1, L), as tokenizers return them with `return_tensors`, count as rows of length L.
+    List columns of numbers are token columns and must have the lengths of `column` in every row. Columns of
+    single numbers become one number a sequence. Any other column is passed on as Python objects. In tensors
+    integers of any width are int64, floats of any width float32 and booleans bool, as `datasets` and
+    `torch.tensor` of Python numbers have them. Rows of shape (1, L), as tokenizers return them with
+    `return_tensors`, count as rows of length L.
 
-    Rows that someone packed before are read with their boundaries: `seq_lengths` (a list of the lengths of their sequences) and
-    `position_ids` that begin again at 0 make a sequence of each part, and are no columns of a batch.
+    Rows that someone packed before are read with their boundaries: `seq_lengths` (a list of the lengths of
+    their sequences) and `position_ids` that begin again at 0 make a sequence of each part, and are no columns
+    of a batch.
 
-    Empty rows are left out and counted in `report`. Reading is safe from several threads, and the data set pickles: a
-    memory-mapped `datasets.Dataset` as its path, other sources with their data.
+    Empty rows are left out and counted in `report`. Reading is safe from several threads, and the data set
+    pickles: a memory-mapped `datasets.Dataset` as its path, other sources with their data.
 
     Raises:
-        ValueError: a column is missing, a row holds a null, token columns differ in length, offsets are corrupt, or a row
-            is above `max_length`, or without a target, under "error". The message names the first such row.
+        ValueError: a column is missing, a row holds a null, token columns differ in length, offsets are
+            corrupt, or a row is above `max_length`, or without a target, under "error". The message names the
+            first such row.
         TypeError: the source, or the type of `column`, is not one of those above.
     """
 
@@ -121,7 +126,8 @@ class TokenDataset(Dataset[dict[str, Any]]):
         columns: Sequence[str] | None = None,
         without_targets: WithoutTargets = "keep",
     ) -> TokenDataset:
-        """Copy any iterable or map-style data set of rows into Arrow memory, once. Arguments as of the class."""
+        """Copy any iterable or map-style data set of rows into Arrow memory, once. Arguments as of the
+        class."""
         return cls(
             rows_to_table(rows, column),
             column=column,
@@ -138,8 +144,9 @@ class TokenDataset(Dataset[dict[str, Any]]):
         if error and without:
             sequence = int(np.flatnonzero(targets == 0)[0])
             raise ValueError(
-                f"{without} of {len(self)} sequences have no target (row {self.rows[sequence]} is the first): they would cost compute and "
-                "teach nothing. Raise max_length if it cut them off, or choose without_targets='drop'."
+                f"{without} of {len(self)} sequences have no target (row {self.rows[sequence]} is the "
+                "first): they would cost compute and teach nothing. Raise max_length if it cut them off, or "
+                "choose without_targets='drop'."
             )
         tokens = int(self.lengths.sum(dtype=np.int64))
         if without:
@@ -176,8 +183,8 @@ class TokenDataset(Dataset[dict[str, Any]]):
             )
         if without_targets != "keep" and self._elsewhere is not None and "labels" in self.columns:
             raise ValueError(
-                f"without_targets={without_targets!r} would read all labels, which lie in a store or in files: drop such rows when they are "
-                "written."
+                f"without_targets={without_targets!r} would read all labels, which lie in a store or in "
+                "files: drop such rows when they are written."
             )
 
     @property
@@ -186,7 +193,8 @@ class TokenDataset(Dataset[dict[str, Any]]):
         return self._readers
 
     def read(self, located: Located) -> tuple[Columns, Located]:
-        """The columns that hold some sequences, and where in them. Waits for a store, where the rows lie in one."""
+        """The columns that hold some sequences, and where in them. Waits for a store, where the rows lie in
+        one."""
         columns = self._readers
         if self._elsewhere is not None:
             columns, rows = self._elsewhere.read(located.rows)
@@ -198,7 +206,8 @@ class TokenDataset(Dataset[dict[str, Any]]):
         return columns, located
 
     def read_ahead(self, batches: Iterator[Ids]) -> Iterator[Ids]:
-        """The same batches of ids. Where the rows lie in a store, some are taken early so that they can be fetched meanwhile."""
+        """The same batches of ids. Where the rows lie in a store, some are taken early so that they can be
+        fetched meanwhile."""
         if self._elsewhere is None:
             return batches
         return self._elsewhere.read_ahead(batches, self._rows_of)
@@ -209,7 +218,8 @@ class TokenDataset(Dataset[dict[str, Any]]):
 
     @property
     def shuffle_block(self) -> int:
-        """Neighbours to permute as a whole, so that batches touch few blocks of a store; 1 where rows lie here."""
+        """Neighbours to permute as a whole, so that batches touch few blocks of a store; 1 where rows lie
+        here."""
         return 1 if self._elsewhere is None else self._elsewhere.shuffle_block
 
     @property
@@ -231,15 +241,16 @@ class TokenDataset(Dataset[dict[str, Any]]):
         return len(self.lengths)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
-        """One sequence: int64, float32 or bool tensors of shape [length], scalars of shape [], objects as they are."""
+        """One sequence: int64, float32 or bool tensors of shape [length], scalars of shape [], objects as
+        they are."""
         number = operator.index(index)
         return self.__getitems__([number + len(self) if number < 0 else number]).only()
 
     def __getitems__(self, ids: Sequence[int]) -> Selection:
         """The sequences with these ids, in this order. Nothing is read before the collator reads it.
 
-        `ids` may carry `bin_offsets`, `bin_capacity`, `repeated` and `groups`, as the batches of our samplers do, and may be `Part`s of
-        rows.
+        `ids` may carry `bin_offsets`, `bin_capacity`, `repeated` and `groups`, as the batches of our samplers
+        do, and may be `Part`s of rows.
         """
         given = np.array(ids)
         if given.size and given.dtype.kind not in "iu":

@@ -1,7 +1,7 @@
 """Tokens in files, mapped and read in place.
 
-The one rule: opening reads what says where documents lie, and no token. A source is its paths, so it pickles as paths
-and every process maps the files for itself.
+The one rule: opening reads what says where documents lie, and no token. A source is its paths, so it pickles
+as paths and every process maps the files for itself.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def check_has_tokens_only(column: str, columns: Sequence[str] | None) -> None:
     others = {column, *(columns or ())} - {"input_ids"}
     if others:
         raise ValueError(
-            f"a file of tokens has no column {sorted(others)}: it holds nothing but tokens. Leave `column` and `columns` out."
+            f"a file of tokens has no column {sorted(others)}: it holds nothing but tokens. Leave `column` "
+            "and `columns` out."
         )
 
 
@@ -84,13 +85,14 @@ def join(files: Sequence[MappedRows]) -> Mapped:
     """The documents of several files, one file after the other.
 
     Raises:
-        ValueError: the files differ in dtype, or the index of one contradicts itself; the message names the file.
+        ValueError: the files differ in dtype, or the index of one contradicts itself; the message names the
+            file.
     """
     for file in files[1:]:
         if file.dtype != files[0].dtype:
             raise ValueError(
-                f"{file.path} holds {file.dtype}, but {files[0].path} holds {files[0].dtype}: one column has one dtype. "
-                "Open them as two data sets."
+                f"{file.path} holds {file.dtype}, but {files[0].path} holds {files[0].dtype}: one column has "
+                "one dtype. Open them as two data sets."
             )
     element = files[0].dtype.name
     lengths = [_lengths(file, element) for file in files]
@@ -144,8 +146,8 @@ def map_bytes(path: str, wanted: int | None = None) -> npt.NDArray[np.uint8]:
     size = os.path.getsize(path)
     if wanted is not None and size != wanted:
         raise ValueError(
-            f"{path} has {size} bytes, but had {wanted} when it was opened first: it was changed, so that its documents would be "
-            "read at wrong places. Open the data set again."
+            f"{path} has {size} bytes, but had {wanted} when it was opened first: it was changed, so that "
+            "its documents would be read at wrong places. Open the data set again."
         )
     if size == 0:  # an empty file cannot be mapped
         return np.zeros(0, np.uint8)
@@ -161,8 +163,8 @@ def token_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     found = np.dtype(dtype)
     if found.name not in _ELEMENTS or not found.isnative:
         raise TypeError(
-            f"dtype {dtype!r} is none a file of tokens is read as; it must be one of {', '.join(_ELEMENTS)}, in the byte order of "
-            "this machine"
+            f"dtype {dtype!r} is none a file of tokens is read as; it must be one of {', '.join(_ELEMENTS)}, "
+            "in the byte order of this machine"
         )
     return found
 

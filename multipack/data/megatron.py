@@ -52,14 +52,15 @@ def megatron(prefixes: StrPath | Iterable[StrPath], *, rows: MegatronRows = "doc
 
     Args:
         prefixes: path without `.bin` and `.idx`, or several, which are read as one after the other.
-        rows: what a row is: a "documents", or one of the "sequences" it may consist of (sentences, where the files were
-            written with them).
+        rows: what a row is: a "documents", or one of the "sequences" it may consist of (sentences, where the
+            files were written with them).
 
     The format is that of `megatron/core/datasets/indexed_dataset.py`, version 1, of integers and floats.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: an index has another magic, version or dtype, is truncated, or does not belong to its tokens.
+        ValueError: an index has another magic, version or dtype, is truncated, or does not belong to its
+            tokens.
     """
     check_choice("rows", rows, get_args(MegatronRows))
     files = MegatronFiles(tuple(_without_suffix(path) for path in as_paths(prefixes)), rows)
@@ -99,8 +100,8 @@ def _read_header(prefix: str) -> _Header:
         raw = file.read(_HEADER.size)
     if raw[: len(_MAGIC)] != _MAGIC:
         raise ValueError(
-            f"{path} begins with {raw[: len(_MAGIC)]!r}, not with Megatron's {_MAGIC!r}: it is no index of sequences. Files "
-            "without an index are read by token_file()."
+            f"{path} begins with {raw[: len(_MAGIC)]!r}, not with Megatron's {_MAGIC!r}: it is no index of "
+            "sequences. Files without an index are read by token_file()."
         )
     if len(raw) < _HEADER.size:
         raise ValueError(f"{path} ends inside its header, after {len(raw)} bytes: copy or write it again.")
@@ -133,8 +134,8 @@ def _parts(path: str, index: npt.NDArray[np.uint8], header: _Header) -> tuple[np
     ends = np.cumsum([_HEADER.size, *sizes, _POINTER_BYTES * header.num_groups], dtype=object)
     if index.size < ends[-1]:
         raise ValueError(
-            f"{path} has {index.size} bytes, but {header.num_sequences} sequences and {header.num_groups} document entries "
-            f"take {ends[-1]}: it is truncated. Copy or write it again."
+            f"{path} has {index.size} bytes, but {header.num_sequences} sequences and {header.num_groups} "
+            f"document entries take {ends[-1]}: it is truncated. Copy or write it again."
         )
     _check_modes(path, index[ends[-1] :], header)
     return tuple(index[start:stop] for start, stop in itertools.pairwise(ends))
@@ -146,12 +147,13 @@ def _check_modes(path: str, rest: npt.NDArray[np.uint8], header: _Header) -> Non
         return
     if rest.size != header.num_sequences:
         raise ValueError(
-            f"{path} has {rest.size} bytes behind its {header.num_sequences} sequences, which no index has. Write it again."
+            f"{path} has {rest.size} bytes behind its {header.num_sequences} sequences, which no index has. "
+            "Write it again."
         )
     if rest.any():
         raise ValueError(
-            f"{path} has sequences of other modes than text, from sequence {int(np.flatnonzero(rest)[0])} on; their values are "
-            "no tokens."
+            f"{path} has sequences of other modes than text, from sequence {int(np.flatnonzero(rest)[0])} "
+            "on; their values are no tokens."
         )
 
 
@@ -159,8 +161,8 @@ def _check_groups(path: str, groups: npt.NDArray[np.uint8], header: _Header) -> 
     edges = [int.from_bytes(part.tobytes(), "little") for part in (groups[:8], groups[-8:])]
     if header.num_groups < 1 or edges != [0, header.num_sequences]:
         raise ValueError(
-            f"{path} has documents of the sequences {edges[0]}..{edges[1]}, but there are {header.num_sequences} sequences: it "
-            "is corrupt. Write it again."
+            f"{path} has documents of the sequences {edges[0]}..{edges[1]}, but there are "
+            f"{header.num_sequences} sequences: it is corrupt. Write it again."
         )
 
 
@@ -176,12 +178,14 @@ def _check_values(
     wanted = last + _number(lengths[-_LENGTH_BYTES:]) * header.dtype.itemsize
     if num_bytes < wanted:
         raise ValueError(
-            f"{prefix}.bin has {num_bytes} bytes, but its index needs {wanted} for {header.num_sequences} sequences of "
-            f"{header.dtype}: it is truncated, or the index is of another file. Copy or write it again."
+            f"{prefix}.bin has {num_bytes} bytes, but its index needs {wanted} for {header.num_sequences} "
+            f"sequences of {header.dtype}: it is truncated, or the index is of another file. Copy or write "
+            "it again."
         )
     if num_bytes > wanted:
         _logger.warning(
-            "%s.bin has %d bytes behind its last sequence, which are not read: the index may be of another file.",
+            "%s.bin has %d bytes behind its last sequence, which are not read: the index may be of another "
+            "file.",
             prefix,
             num_bytes - wanted,
         )

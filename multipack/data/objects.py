@@ -1,7 +1,7 @@
 """Objects of a store, over any file system of Arrow or fsspec.
 
-The one rule: what is read is what was opened. An object that changed is an error, a connection that fails is tried again, and
-whatever is given up names the URL.
+The one rule: what is read is what was opened. An object that changed is an error, a connection that fails is
+tried again, and whatever is given up names the URL.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class StoredObject:
     size: int
     """Bytes."""
     version: str
-    """Changes with the content: the time of the last change, and the entity tag where the file system tells it."""
+    """Changes with the content: the time of the last change, and the entity tag where the file system tells
+    it."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Store:
     """Seconds for which a failing request is tried again."""
 
     def find(self, paths: Iterable[str], suffixes: tuple[str, ...]) -> list[StoredObject]:
-        """The objects with these paths. A path may hold `*` in its last parts, or be a folder: then all objects in it with one
-        of the suffixes, in the order of their paths.
+        """The objects with these paths. A path may hold `*` in its last parts, or be a folder: then all
+        objects in it with one of the suffixes, in the order of their paths.
 
         Raises:
             FileNotFoundError: there is none.
@@ -125,9 +126,10 @@ class Store:
     def _check_unchanged(self, stored: StoredObject, info: Any) -> None:
         if info.size != stored.size or self._version(info) != stored.version:
             raise ValueError(
-                f"{stored.url} has changed since it was opened first (then {stored.size} bytes, version {stored.version}; now "
-                f"{info.size} bytes, version {self._version(info)}): its rows are no longer those that the plan was made of. Write "
-                "changed data under another name, and open them again."
+                f"{stored.url} has changed since it was opened first (then {stored.size} bytes, version "
+                f"{stored.version}; now {info.size} bytes, version {self._version(info)}): its rows are no "
+                "longer those that the plan was made of. Write changed data under another name, and open "
+                "them again."
             )
 
     def retry(self, url: str, attempt: Callable[[], _T]) -> _T:
@@ -146,11 +148,13 @@ class Store:
                     raise ValueError(_unreadable(url, error)) from error
                 if _REFUSED.search(str(error)):
                     raise PermissionError(
-                        f"{url}: the store refuses: {error}. Check the credentials, the bucket and the region."
+                        f"{url}: the store refuses: {error}. Check the credentials, the bucket and the "
+                        "region."
                     ) from error
                 if time.monotonic() + wait > give_up:
                     raise ConnectionError(
-                        f"{url} could not be read for {self.patience:g} s: {error}. Raise `patience` if the store may be away for longer."
+                        f"{url} could not be read for {self.patience:g} s: {error}. Raise `patience` if the "
+                        "store may be away for longer."
                     ) from error
                 _logger.warning("%s: %s; trying again in %.1f s.", url, error, wait)
             # Ranks that fail together should not come back together. Python's own generator is left alone.
@@ -175,7 +179,8 @@ def store_of(urls: list[str], filesystem: Any, patience: float) -> tuple[Store, 
 
     Args:
         urls: of one file system; with `filesystem`, paths in it.
-        filesystem: of pyarrow or fsspec; None to find it by the URL: Arrow's own where it has one, else fsspec's.
+        filesystem: of pyarrow or fsspec; None to find it by the URL: Arrow's own where it has one, else
+            fsspec's.
 
     Raises:
         ImportError: fsspec has no package for the scheme.

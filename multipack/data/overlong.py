@@ -74,9 +74,9 @@ def apply_overlong(lengths: npt.NDArray[Any], max_length: int | None, overlong: 
     if len(long) and max_length is not None:
         if overlong == "error":
             raise ValueError(
-                f"{len(long)} of {len(lengths)} rows are above max_length={max_length} (row {long[0]} is the first, the "
-                f"longest has {int(lengths.max())} tokens) and would fit no bin. Raise max_length and the capacity, or choose "
-                "overlong='truncate', 'split' or 'drop'."
+                f"{len(long)} of {len(lengths)} rows are above max_length={max_length} (row {long[0]} is the "
+                f"first, the longest has {int(lengths.max())} tokens) and would fit no bin. Raise max_length "
+                "and the capacity, or choose overlong='truncate', 'split' or 'drop'."
             )
         if overlong == "truncate":
             lengths = np.minimum(lengths, max_length)

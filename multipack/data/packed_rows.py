@@ -86,8 +86,9 @@ def of_lengths(values: Ints, counts: Ints, row_lengths: Ints, first_row: int) ->
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(
-            f"row {first_row + row}: seq_lengths add up to {sums[row]}, and the row has {row_lengths[row]} tokens, so its sequences "
-            "cannot be told apart. Repair the rows, or leave the column out by `columns`."
+            f"row {first_row + row}: seq_lengths add up to {sums[row]}, and the row has {row_lengths[row]} "
+            "tokens, so its sequences cannot be told apart. Repair the rows, or leave the column out by "
+            "`columns`."
         )
     rows = np.repeat(np.arange(len(counts)), counts)
     starts = total[:-1] - total[(ends - counts)[rows]]
@@ -115,8 +116,9 @@ def of_positions(positions: Ints, row_lengths: Ints, first_row: int) -> Sequence
     if len(wrong):
         row = int(np.searchsorted(ends, wrong[0], side="right"))
         raise ValueError(
-            f"row {first_row + row}: position_ids have {positions[wrong[0]]} at token {wrong[0] - (ends - row_lengths)[row]}; they "
-            "must begin at 0 and count on, or begin again at 0. Repair the rows, or leave the column out by `columns`."
+            f"row {first_row + row}: position_ids have {positions[wrong[0]]} at token "
+            f"{wrong[0] - (ends - row_lengths)[row]}; they must begin at 0 and count on, or begin again at "
+            "0. Repair the rows, or leave the column out by `columns`."
         )
     places = np.flatnonzero(positions == 0)
     rows = np.searchsorted(ends, places, side="right")
@@ -134,7 +136,8 @@ def agree(found: list[Sequences]) -> Sequences:
     for other in others:
         if not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True)):
             raise ValueError(
-                f"{' and '.join(PACKED)} put the boundaries of sequences in different places. Leave one of them out by `columns`."
+                f"{' and '.join(PACKED)} put the boundaries of sequences in different places. Leave one of "
+                "them out by `columns`."
             )
     return first
 

@@ -1,6 +1,7 @@
 """Row ids that mean a part of the row, and rows with a token behind them that no column holds.
 
-One rule: a part is an int wherever ids are dealt, sorted or counted; whoever reads the row asks which tokens are meant.
+One rule: a part is an int wherever ids are dealt, sorted or counted; whoever reads the row asks which tokens
+are meant.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Parts(NamedTuple):
 
 
 def parts_of(ids: Sequence[int], lengths: npt.NDArray[Any]) -> Parts | None:
-    """Which tokens are meant by ids of which some are parts; None where all are whole rows, of these lengths."""
+    """Which tokens are meant by ids of which some are parts; None where all are whole rows, of these
+    lengths."""
     if not any(isinstance(row, Part) for row in ids):
         return None
     parts = [row if isinstance(row, Part) else Part(row, 0, int(lengths[row])) for row in ids]

@@ -61,6 +61,6 @@ def check_equal_lengths(
     if len(wrong):
         row = wrong[0]
         raise ValueError(
-            f"row {first_row + row} has {expected[row]} tokens but {lengths[row]} values of {name!r}: token columns need "
-            "one value a token. Repair the rows, or leave the column out by `columns`."
+            f"row {first_row + row} has {expected[row]} tokens but {lengths[row]} values of {name!r}: token "
+            "columns need one value a token. Repair the rows, or leave the column out by `columns`."
         )

@@ -1,7 +1,7 @@
 """Shards in an object store, read as one data set.
 
-The one rule: a row has the same number whatever is fetched or cached, so plans, states and resumes know nothing of the
-store. Opening reads footers and lengths; values are fetched block by block, ahead of the plan.
+The one rule: a row has the same number whatever is fetched or cached, so plans, states and resumes know
+nothing of the store. Opening reads footers and lengths; values are fetched block by block, ahead of the plan.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ def remote(
     """Parquet, Arrow or JSON-lines shards of any file system of Arrow or fsspec, for TokenDataset.
 
     Args:
-        urls: an object, a pattern with `*`, or a folder, such as "s3://bucket/train/"; or several of them. Shards are read as
-            one after the other, those of a pattern or folder in the order of their names.
+        urls: an object, a pattern with `*`, or a folder, such as "s3://bucket/train/"; or several of them.
+            Shards are read as one after the other, those of a pattern or folder in the order of their names.
         format: "parquet", "arrow" or "jsonl"; None to go by the names.
-        lengths: a column with the number of tokens of each row. Without it lengths come from the offsets of Arrow files; of
-            Parquet and JSON lines the tokens are read once, which is said, and their lengths kept in `cache_dir`.
+        lengths: a column with the number of tokens of each row. Without it lengths come from the offsets of
+            Arrow files; of Parquet and JSON lines the tokens are read once, which is said, and their lengths
+            kept in `cache_dir`.
         cache_dir: where fetched blocks are kept; None for `multipack` in the user's cache folder.
         cache_bytes: most bytes of blocks that this process keeps on disk, uncompressed.
-        filesystem: of pyarrow or fsspec, with credentials; None to find it by the URL. Arrow's own take what the environment
-            says (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), or options in the URL.
+        filesystem: of pyarrow or fsspec, with credentials; None to find it by the URL. Arrow's own take what
+            the environment says (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), or options in the URL.
         patience: seconds for which a failing request is tried again before it is an error.
         fetch_threads: blocks that are fetched at once.
 
@@ -188,7 +189,8 @@ class RemoteRows:
 
     @property
     def shuffle_block(self) -> int:
-        """Rows that lie in one block: what to permute as a whole, so that a window of a plan touches few blocks."""
+        """Rows that lie in one block: what to permute as a whole, so that a window of a plan touches few
+        blocks."""
         return max(1, int(np.median(np.diff(self._blocks.first_rows))))
 
     @property
@@ -197,7 +199,8 @@ class RemoteRows:
         return self._cache.traffic
 
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[Columns, npt.NDArray[np.int64]]:
-        """Columns that hold these rows, and the number of each row in them. Waits for blocks that are not there yet."""
+        """Columns that hold these rows, and the number of each row in them. Waits for blocks that are not
+        there yet."""
         first_rows = self._blocks.first_rows
         needed, place = np.unique(np.searchsorted(first_rows, rows, side="right") - 1, return_inverse=True)
         tables = self._cache.take(needed.tolist())
@@ -247,8 +250,9 @@ class RemoteRows:
         wrong = np.flatnonzero(found != self.lengths[first:last]) if len(found) == last - first else [0]
         if len(wrong):
             raise ValueError(
-                f"{url}, block {self._blocks.numbers[block]}: row {wrong[0]} of {last - first} has another length than "
-                f"{self._files.lengths or 'the file'} told when the data set was opened. Write the lengths again."
+                f"{url}, block {self._blocks.numbers[block]}: row {wrong[0]} of {last - first} has another "
+                f"length than {self._files.lengths or 'the file'} told when the data set was opened. Write "
+                "the lengths again."
             )
         return table
 
@@ -267,8 +271,9 @@ class RemoteRows:
         for shard, shape in zip(self._files.shards, self._shapes, strict=True):
             if not shape.schema.remove_metadata().equals(first.remove_metadata()):
                 raise ValueError(
-                    f"{shard.stored.url} has the columns {_words(shape.schema)}, but {self._files.shards[0].stored.url} has "
-                    f"{_words(first)}: shards of one data set have the same columns."
+                    f"{shard.stored.url} has the columns {_words(shape.schema)}, but "
+                    f"{self._files.shards[0].stored.url} has {_words(first)}: shards of one data set have "
+                    "the same columns."
                 )
         return first
 
@@ -319,8 +324,8 @@ class RemoteRows:
         """Of a format that does not tell lengths: the tokens are read, and dropped again."""
         stored, form = self._files.shards[shard].stored, self._files.shards[shard].form
         _logger.warning(
-            "%s: %s does not tell the lengths of lists, so its column %r is read once (%d bytes at most). A column of lengths, "
-            "named by lengths=, spares that.",
+            "%s: %s does not tell the lengths of lists, so its column %r is read once (%d bytes at most). A "
+            "column of lengths, named by lengths=, spares that.",
             stored.url,
             form,
             self._column,

@@ -23,7 +23,8 @@ class mds_rows(Iterable[Row]):
 
     Args:
         directory: where `index.json` lies.
-        dtypes: columns that were written as raw bytes, and the dtype of their numbers, such as {"tokens": np.uint16}.
+        dtypes: columns that were written as raw bytes, and the dtype of their numbers, such as {"tokens":
+            np.uint16}.
 
     Raises:
         ImportError: the package `mosaicml-streaming` is missing.
@@ -49,10 +50,12 @@ class webdataset_rows(Iterable[Row]):
     """Rows of WebDataset tars.
 
     Args:
-        urls: what `webdataset.WebDataset` takes: a path, several, or a pattern such as "shard-{000..009}.tar".
-        columns: name of a column and the extension its file has in a tar, such as {"input_ids": "npy"}. Files with other
-            extensions are not read.
-        dtypes: columns whose files are raw bytes of numbers, and their dtype; other files are decoded by their extension.
+        urls: what `webdataset.WebDataset` takes: a path, several, or a pattern such as
+            "shard-{000..009}.tar".
+        columns: name of a column and the extension its file has in a tar, such as {"input_ids": "npy"}. Files
+            with other extensions are not read.
+        dtypes: columns whose files are raw bytes of numbers, and their dtype; other files are decoded by
+            their extension.
 
     Tars are read in the given order, without shuffling; a broken tar is an error.
 

@@ -65,7 +65,8 @@ class Source:
     table: pa.Table
     index_map: npt.NDArray[np.int64] | None
     origin: Any
-    """What opens to the same table again: a `datasets.Dataset`, a pair of arrays, the table, or the files of `rows`."""
+    """What opens to the same table again: a `datasets.Dataset`, a pair of arrays, the table, or the files of
+    `rows`."""
     rows: Rows | None = None
     """Rows that are no Arrow table; the table is then empty."""
 
@@ -104,13 +105,15 @@ def _to_table(source: Any, column: str) -> pa.Table:
     if isinstance(source, list):
         return table_of_rows(source, column, first_row=0)
     raise TypeError(
-        f"{type(source).__name__} cannot be read in place. Of a DatasetDict take one split; for any other data set or "
-        "iterable of rows use TokenDataset.from_iterable(rows), which copies it into memory once."
+        f"{type(source).__name__} cannot be read in place. Of a DatasetDict take one split; for any other "
+        "data set or iterable of rows use TokenDataset.from_iterable(rows), which copies it into memory "
+        "once."
     )
 
 
 def to_pickle(origin: Any) -> Any:
-    """The origin of a source such that memory-mapped data go as a path, and of a sliced table only its rows."""
+    """The origin of a source such that memory-mapped data go as a path, and of a sliced table only its
+    rows."""
     if isinstance(origin, pa.Table):
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, origin.schema) as writer:
@@ -159,8 +162,8 @@ def _open_dataset(dataset: Any, column: str, columns: Sequence[str] | None) -> S
     shown = dataset.format
     if shown["type"] == "custom":
         raise TypeError(
-            "this datasets.Dataset computes its rows by a transform (with_transform), which its table does not hold. "
-            "Compute them once with .map(), or use TokenDataset.from_iterable(dataset)."
+            "this datasets.Dataset computes its rows by a transform (with_transform), which its table does "
+            "not hold. Compute them once with .map(), or use TokenDataset.from_iterable(dataset)."
         )
     if columns is None:
         columns = shown["columns"]
@@ -200,7 +203,8 @@ def rows_to_table(rows: Iterable[Any], column: str) -> pa.Table:
 
 
 def _iterate(rows: Any) -> Iterator[Any]:
-    # A map-style data set of torch's need not raise IndexError at its end, which plain iteration would wait for.
+    # A map-style data set of torch's need not raise IndexError at its end, which plain iteration would wait
+    # for.
     if not hasattr(rows, "__iter__") and hasattr(rows, "__len__"):
         return (rows[i] for i in range(len(rows)))
     return iter(rows)
@@ -267,7 +271,8 @@ def _array_of_arrays(rows: list[npt.NDArray[Any]]) -> pa.Array:
 
 
 def _of_one_dtype(rows: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-    """Rows of mixed integer types become int64, whose range numpy would leave for float64 (uint64 with int64)."""
+    """Rows of mixed integer types become int64, whose range numpy would leave for float64 (uint64 with
+    int64)."""
     dtypes = {row.dtype for row in rows if row.size}
     if len(dtypes) <= 1:
         dtype = dtypes.pop() if dtypes else rows[0].dtype

@@ -1,9 +1,9 @@
 """Boundaries, and one number a sequence, in tensors whose shapes never change.
 
-A bin holds at most `max_sequences_per_bin` sequences and one stretch of padding, so a batch has at most
-`bins * (max_sequences_per_bin + 1)` segments. One rule: what a batch does not need of that is filled with empty segments,
-which begin and end at the same slot, so that neither a shape nor `max_length_q` tells one batch from another. Bins are
-planned under the same limit, hence nothing can overflow.
+A bin holds at most `max_sequences_per_bin` sequences and one stretch of padding, so a batch has at most `bins
+* (max_sequences_per_bin + 1)` segments. One rule: what a batch does not need of that is filled with empty
+segments, which begin and end at the same slot, so that neither a shape nor `max_length_q` tells one batch
+from another. Bins are planned under the same limit, hence nothing can overflow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class StaticShape:
         return self.bins * self.max_sequences_per_bin
 
     def bin_offsets(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Offsets of `bins` bins: a batch of the end of an epoch may have fewer, and empty ones are added to it.
+        """Offsets of `bins` bins: a batch of the end of an epoch may have fewer, and empty ones are added to
+        it.
 
         Raises:
             ValueError: there are more bins, or a bin has more sequences, than the shape was made for.
@@ -42,23 +43,24 @@ class StaticShape:
         given = len(offsets) - 1
         if given > self.bins:
             raise ValueError(
-                f"a batch has {given} bins, but static shapes were made for bins_per_batch={self.bins}: give the "
-                "collator the bins_per_batch of the batch sampler."
+                f"a batch has {given} bins, but static shapes were made for bins_per_batch={self.bins}: give "
+                "the collator the bins_per_batch of the batch sampler."
             )
         most = int((offsets[1:] - offsets[:-1]).max())
         if most > self.max_sequences_per_bin:
             raise ValueError(
-                f"a bin holds {most} sequences, but static shapes were made for max_sequences_per_bin="
-                f"{self.max_sequences_per_bin}: plan the bins with max_sequences_per_bin={self.max_sequences_per_bin}, or "
-                f"give the collator {most} or more."
+                f"a bin holds {most} sequences, but static shapes were made for "
+                f"max_sequences_per_bin={self.max_sequences_per_bin}: plan the bins with "
+                f"max_sequences_per_bin={self.max_sequences_per_bin}, or give the collator {most} or more."
             )
         return offsets if given == self.bins else np.append(offsets, [offsets[-1]] * (self.bins - given))
 
     def cut_padding(self, boundaries: npt.NDArray[np.int32], first: int) -> npt.NDArray[np.int32]:
-        """Cut the padding, the slots from `first` to the last boundary, into segments of at most `capacity` slots.
+        """Cut the padding, the slots from `first` to the last boundary, into segments of at most `capacity`
+        slots.
 
-        Several bins of a flat batch share one stretch of padding, which may be longer than any sequence; attention is told
-        that no segment is longer than `capacity`.
+        Several bins of a flat batch share one stretch of padding, which may be longer than any sequence;
+        attention is told that no segment is longer than `capacity`.
         """
         if boundaries[-1] - first <= self.capacity:
             return boundaries
@@ -66,14 +68,15 @@ class StaticShape:
         return np.concatenate((boundaries[:-1], cuts, boundaries[-1:]))
 
     def flat_boundaries(self, boundaries: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """int32 [bins * (max_sequences_per_bin + 1) + 1]: the boundaries, then the last one again and again."""
+        """int32 [bins * (max_sequences_per_bin + 1) + 1]: the boundaries, then the last one again and
+        again."""
         filled = np.full(self.bins * (self.max_sequences_per_bin + 1) + 1, boundaries[-1], np.int32)
         filled[: len(boundaries)] = boundaries
         return filled
 
     def row_boundaries(self, boundaries: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The same for batches of a row a bin: entries r * (max_sequences_per_bin + 1) and following belong to row r, and
-        repeat the end of the row."""
+        """The same for batches of a row a bin: entries r * (max_sequences_per_bin + 1) and following belong
+        to row r, and repeat the end of the row."""
         per_row = self.max_sequences_per_bin + 1
         filled = np.repeat(self._row_ends, per_row + self._is_last_row)
         starts = boundaries[:-1]
@@ -98,7 +101,8 @@ class StaticShape:
         return filled
 
     def pad_sequences(self, batch: dict[str, Any], fills: dict[str, int]) -> None:
-        """Lengthen every tensor of one number a sequence to `max_sequences`, with `fills` (0 if not named)."""
+        """Lengthen every tensor of one number a sequence to `max_sequences`, with `fills` (0 if not
+        named)."""
         for name, values in batch.items():
             if isinstance(values, torch.Tensor) and values.ndim == 1:
                 padded = values.new_full((self.max_sequences,), fills.get(name, 0))

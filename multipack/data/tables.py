@@ -1,4 +1,5 @@
-"""Columns and row lengths of an Arrow table, checked: whatever is wrong with the data is found here, before the first batch."""
+"""Columns and row lengths of an Arrow table, checked: whatever is wrong with the data is found here, before
+the first batch."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def read_columns(source: Source, column: str) -> Columns:
             columns.objects[key] = values
     if column != "input_ids" and "input_ids" in source.table.column_names:
         raise ValueError(
-            f"{column!r} becomes 'input_ids', but there is another column of this name: leave it out by `columns`"
+            f"{column!r} becomes 'input_ids', but there is another column of this name: leave it out by "
+            "`columns`"
         )
     return columns
 
@@ -61,13 +63,14 @@ def _refuse_nulls(name: str, nulls: npt.NDArray[np.int64], source: Source) -> No
         nulls = np.flatnonzero(np.isin(source.index_map, nulls))
     if len(nulls):
         raise ValueError(
-            f"row {nulls[0]} of column {name!r} is null or holds a null ({len(nulls)} such rows): it has no token or number "
-            "to train on. Filter these rows out or fill them."
+            f"row {nulls[0]} of column {name!r} is null or holds a null ({len(nulls)} such rows): it has no "
+            "token or number to train on. Filter these rows out or fill them."
         )
 
 
 def row_lengths(columns: Columns, source: Source) -> npt.NDArray[Any]:
-    """Length of every row of the source, after checking that all token columns agree. Reads offsets, no values."""
+    """Length of every row of the source, after checking that all token columns agree. Reads offsets, no
+    values."""
     if source.rows is not None:
         lengths = source.rows.lengths
         return lengths if source.index_map is None else lengths[source.index_map]

@@ -25,7 +25,8 @@ _SEQUENCES_AT_ONCE = 4096
 
 
 def targets_of(columns: Columns, located: Located) -> npt.NDArray[np.int64]:
-    """Targets of each of these sequences, int64: a pass over the labels, else over the masks. A label a sequence is one target."""
+    """Targets of each of these sequences, int64: a pass over the labels, else over the masks. A label a
+    sequence is one target."""
     counts = np.zeros(len(located.lengths), np.int64)
     if "labels" in columns.scalars:
         return counts + 1

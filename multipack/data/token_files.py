@@ -1,7 +1,7 @@
 """Files of nothing but tokens, one after the other, as pre-training pipelines write them.
 
-The one rule: where a document ends is found once, when the source is made, and goes with it; the tokens stay in their
-files, mapped by every process for itself.
+The one rule: where a document ends is found once, when the source is made, and goes with it; the tokens stay
+in their files, mapped by every process for itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from multipack.data.mapped import (
 from multipack.data.megatron import MegatronFiles, MegatronRows, megatron
 
 _BLOCK = 1 << 22
-"""Tokens that a thread searches at once: enough that Python's share vanishes, few enough to stay in a cache."""
+"""Tokens that a thread searches at once: enough that Python's share vanishes, few enough to stay in a
+cache."""
 _NPY_MAGIC = b"\x93NUMPY"
 _LLMC_HEADER_BYTES = 1024
 _LLMC_DTYPES: dict[int, np.dtype[Any]] = {20240520: np.dtype(np.uint16), 20240801: np.dtype(np.uint32)}
@@ -51,14 +52,16 @@ def token_file(
     """Files of raw tokens, for TokenDataset.
 
     Args:
-        paths: a file, or several, which are read as one after the other. A file holds tokens from its first byte on, or from
-            behind the header of numpy's own `.npy` or of llm.c's `.bin`, which are recognised.
+        paths: a file, or several, which are read as one after the other. A file holds tokens from its first
+            byte on, or from behind the header of numpy's own `.npy` or of llm.c's `.bin`, which are
+            recognised.
         dtype: what a token is stored as.
-        end: the token that ends a document and belongs to it; what is behind the last one is a document too. None: a file
-            is one document, for `overlong="split"` or `method="concat"`.
+        end: the token that ends a document and belongs to it; what is behind the last one is a document too.
+            None: a file is one document, for `overlong="split"` or `method="concat"`.
         threads: threads that search for `end`; None: one a core.
 
-    The search reads every token once, 2 GB/s and thread or so, and keeps 8 bytes a document. Without `end` nothing is read.
+    The search reads every token once, 2 GB/s and thread or so, and keeps 8 bytes a document. Without `end`
+    nothing is read.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -80,8 +83,8 @@ def olmo(paths: StrPath | Iterable[StrPath], dtype: npt.DTypeLike) -> TokenFiles
     """Files of raw tokens with metadata, as Dolma writes and OLMo reads them, for TokenDataset.
 
     Args:
-        paths: a `.npy`, or several, which are read as one after the other. Beside each lies its `.csv.gz`: a line a document,
-            first token and the one behind the last. Without it, use `token_file(end=)`.
+        paths: a `.npy`, or several, which are read as one after the other. Beside each lies its `.csv.gz`: a
+            line a document, first token and the one behind the last. Without it, use `token_file(end=)`.
         dtype: what a token is stored as.
 
     Raises:
@@ -137,8 +140,8 @@ def _check_fits(end: int, dtype: np.dtype[Any]) -> None:
         raise ValueError(f"tokens of {dtype} have no end token: numbers that end documents are integers.")
     if not np.iinfo(dtype).min <= end <= np.iinfo(dtype).max:
         raise ValueError(
-            f"end={end} is outside {np.iinfo(dtype).min}..{np.iinfo(dtype).max}, the range of {dtype}: no token of the file can "
-            "be it. Check the tokenizer and the dtype."
+            f"end={end} is outside {np.iinfo(dtype).min}..{np.iinfo(dtype).max}, the range of {dtype}: no "
+            "token of the file can be it. Check the tokenizer and the dtype."
         )
 
 
@@ -155,8 +158,8 @@ def _flat_file(path: str, dtype: np.dtype[Any]) -> _TokenFile:
         header_bytes = 0
     if (size - header_bytes) % dtype.itemsize:
         raise ValueError(
-            f"{path} has {size - header_bytes} bytes of tokens, which is no multiple of the {dtype.itemsize} of {dtype}: it is "
-            "truncated, or of another dtype."
+            f"{path} has {size - header_bytes} bytes of tokens, which is no multiple of the {dtype.itemsize} "
+            f"of {dtype}: it is truncated, or of another dtype."
         )
     return _TokenFile(
         path, dtype, header_bytes, (size - header_bytes) // dtype.itemsize, np.zeros(1, np.int64)
@@ -185,7 +188,8 @@ def _npy_header(path: str, size: int, dtype: np.dtype[Any]) -> int:
 
 
 def _llmc_header(path: str, start: bytes, size: int, dtype: np.dtype[Any]) -> int:
-    """256 int32: magic, version, number of tokens. Anything else that begins with the magic is not that format."""
+    """256 int32: magic, version, number of tokens. Anything else that begins with the magic is not that
+    format."""
     magic, num_tokens = int.from_bytes(start[:4], "little"), int.from_bytes(start[8:12], "little")
     stored = _LLMC_DTYPES[magic]
     _check_size(path, size, _LLMC_HEADER_BYTES + num_tokens * stored.itemsize, "llm.c")
@@ -197,8 +201,8 @@ def _llmc_header(path: str, start: bytes, size: int, dtype: np.dtype[Any]) -> in
 def _check_size(path: str, size: int, wanted: int, kind: str) -> None:
     if size != wanted:
         raise ValueError(
-            f"{path} has {size} bytes, but {wanted} by its {kind} header: it is truncated, or still being written. Copy or write "
-            "it again."
+            f"{path} has {size} bytes, but {wanted} by its {kind} header: it is truncated, or still being "
+            "written. Copy or write it again."
         )
 
 
@@ -240,8 +244,9 @@ def _end_by_metadata(file: _TokenFile) -> _TokenFile:
     if len(wrong):
         line = int(wrong[0])
         raise ValueError(
-            f"{path}, line {line + 1}: a document of the tokens {starts[line]}..{ends[line]} overlaps the one before or leaves the "
-            f"{file.num_tokens} tokens of {file.path}: the metadata is of another file, or the dtype is not {file.dtype}."
+            f"{path}, line {line + 1}: a document of the tokens {starts[line]}..{ends[line]} overlaps the "
+            f"one before or leaves the {file.num_tokens} tokens of {file.path}: the metadata is of another "
+            f"file, or the dtype is not {file.dtype}."
         )
     lost = file.num_tokens - int((ends - starts).sum())
     if lost == 0:
@@ -256,7 +261,8 @@ def _read_metadata(path: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int
     """First token of each document and the one behind its last. The further fields of a line are not read."""
     if not os.path.exists(path):
         raise FileNotFoundError(
-            f"{path} is missing, which says where documents end. Without it use token_file(path, dtype, end=...)."
+            f"{path} is missing, which says where documents end. Without it use token_file(path, dtype, "
+            "end=...)."
         )
     names = ["f0", "f1"]
     try:

@@ -1,1 +1,2 @@
-"""What fits multipack into frameworks. Each module imports its framework, and nothing else of multipack imports them."""
+"""What fits multipack into frameworks. Each module imports its framework, and nothing else of multipack
+imports them."""

@@ -1,9 +1,9 @@
 """`attn_implementation="multipack"`: causal attention inside each packed sequence, and nowhere else.
 
 A packed row holds sequences one after the other; their boundaries travel as `cu_seq_lens_q`. No mask of
-tokens x tokens is ever built: on CPU every segment is one call of torch's fused attention, on CUDA torch's variable-length
-kernel takes all of them at once. The rule: without boundaries there is an error, never attention across sequences; an
-argument of a layer is applied or refused.
+tokens x tokens is ever built: on CPU every segment is one call of torch's fused attention, on CUDA torch's
+variable-length kernel takes all of them at once. The rule: without boundaries there is an error, never
+attention across sequences; an argument of a layer is applied or refused.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ ATTENTION = "multipack"
 
 
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a transformers model for a flat or row batch of `PackedCollator`, or a padded one of `PaddedCollator`.
+    """Arguments of a transformers model for a flat or row batch of `PackedCollator`, or a padded one of
+    `PaddedCollator`.
 
-    Boundaries go as `cu_seq_lens_q` and as `seq_idx`, which attention and the kernels of recurrent layers, respectively, look
-    for. Labels stay out: the loss is summed over tokens by `loss.py`, never averaged inside the model.
+    Boundaries go as `cu_seq_lens_q` and as `seq_idx`, which attention and the kernels of recurrent layers,
+    respectively, look for. Labels stay out: the loss is summed over tokens by `loss.py`, never averaged
+    inside the model.
     """
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
     if "cu_seq_lens_q" not in batch:
@@ -65,31 +67,34 @@ def multipack_attention(
     """Attention of one layer; transformers calls it.
 
     Args:
-        query: [rows, heads, tokens, head_dim]; rows are read as one long row, so boundaries count over all of them.
-        key, value: [rows, key_value_heads, tokens, head_dim]; fewer heads than `query` means grouped queries, and the heads of
-            `value` may have another width.
+        query: [rows, heads, tokens, head_dim]; rows are read as one long row, so boundaries count over all of
+            them.
+        key, value: [rows, key_value_heads, tokens, head_dim]; fewer heads than `query` means grouped queries,
+            and the heads of `value` may have another width.
         attention_mask: what transformers made of the model's mask by `VisibleTokens`; None: plain causality.
-        sliding_window: a token sees itself and at most `sliding_window - 1` tokens before it; read where no mask came, since
-            a mask of the model says it as well.
+        sliding_window: a token sees itself and at most `sliding_window - 1` tokens before it; read where no
+            mask came, since a mask of the model says it as well.
         is_causal: False is refused where no mask came; None: the layer's own `is_causal`.
         cu_seq_lens_q: int32 [segments + 1], from 0 to rows * tokens, not decreasing.
         segments: the same boundaries, shared by all layers (`model_inputs` makes it).
         softcap: scores become softcap * tanh(scores / softcap), as in Gemma 2.
         s_aux, sinks: a logit without a value, [heads] as in gpt-oss, or [rows, heads, tokens, 1].
         position_bias: added to the scores, [1 or rows, 1 or heads, tokens, tokens].
-        others: refused, unless None or names of `transformers.utils.TransformersKwargs` that attention does not read.
+        others: refused, unless None or names of `transformers.utils.TransformersKwargs` that attention does
+            not read.
 
     Returns:
         [rows, tokens, heads, width of a value] and None in the place of the attention weights.
 
     Raises:
-        ValueError: boundaries are missing or do not cover the row, a mask or a key-value cache came with the batch, or the
-            layer asks for something this attention does not have.
+        ValueError: boundaries are missing or do not cover the row, a mask or a key-value cache came with the
+            batch, or the layer asks for something this attention does not have.
     """
     if cu_seq_lens_q is None:
         raise ValueError(
-            "attn_implementation='multipack' got no cu_seq_lens_q: without boundaries packed sequences would see each other. "
-            "Call model(**model_inputs(batch)), or use stock_attention(model) for padded batches and generation."
+            "attn_implementation='multipack' got no cu_seq_lens_q: without boundaries packed sequences "
+            "would see each other. Call model(**model_inputs(batch)), or use stock_attention(model) for "
+            "padded batches and generation."
         )
     if isinstance(attention_mask, Tensor) or key.shape[2] != query.shape[2]:
         raise ValueError(_NO_MASK_NO_CACHE)
@@ -97,7 +102,8 @@ def multipack_attention(
         name for name, argument in others.items() if argument is not None and name not in _NOT_FOR_ATTENTION
     ]:
         raise ValueError(
-            f"{type(module).__name__} asks for {asked_for}, which multipack attention does not have: use a stock one."
+            f"{type(module).__name__} asks for {asked_for}, which multipack attention does not have: use a "
+            "stock one."
         )
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -152,8 +158,9 @@ def _attend(
 
 
 _NO_MASK_NO_CACHE = (
-    "attn_implementation='multipack' takes boundaries (cu_seq_lens_q) and neither a mask nor a key-value cache, which could "
-    "contradict them. Drop attention_mask and pass use_cache=False, or use stock_attention(model) for padded batches and generation."
+    "attn_implementation='multipack' takes boundaries (cu_seq_lens_q) and neither a mask nor a key-value "
+    "cache, which could contradict them. Drop attention_mask and pass use_cache=False, or use "
+    "stock_attention(model) for padded batches and generation."
 )
 
 _NOT_FOR_ATTENTION = frozenset(
@@ -186,7 +193,8 @@ def _mask_of(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> VisibleTokens:
-    """Called by transformers where a model makes a mask; sizes, offsets and dtypes of a tensor say nothing more here."""
+    """Called by transformers where a model makes a mask; sizes, offsets and dtypes of a tensor say nothing
+    more here."""
     if attention_mask is not None or q_length != kv_length:
         raise ValueError(_NO_MASK_NO_CACHE)
     return visible_tokens(mask_function)

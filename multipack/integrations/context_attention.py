@@ -1,13 +1,15 @@
-"""`attn_implementation="multipack_context"`: causal attention of packed sequences that are cut over context-parallel ranks.
+"""`attn_implementation="multipack_context"`: causal attention of packed sequences that are cut over
+context-parallel ranks.
 
-Each rank holds a contiguous slice of the slots (`context_slice(layout="contiguous")`). In every layer the keys and values of
-all slices are gathered, queries stay where they are, and gradients of keys and values go back to their ranks summed. The
-one rule: a slice ends where it ends, so only its first segment has keys before its first query. The keys that a slice needs
-are thus one run of slots, from where that segment begins to the slice's last slot, and attention is causal from the lower right:
-the last query of a segment sees all keys of it that were kept.
+Each rank holds a contiguous slice of the slots (`context_slice(layout="contiguous")`). In every layer the
+keys and values of all slices are gathered, queries stay where they are, and gradients of keys and values go
+back to their ranks summed. The one rule: a slice ends where it ends, so only its first segment has keys
+before its first query. The keys that a slice needs are thus one run of slots, from where that segment begins
+to the slice's last slot, and attention is causal from the lower right: the last query of a segment sees all
+keys of it that were kept.
 
-Gathering costs every rank the keys and values of the whole batch for the time of a layer, as Llama 3 was trained (arXiv
-2407.21783, section 3.3.2); their heads are few in models with grouped queries.
+Gathering costs every rank the keys and values of the whole batch for the time of a layer, as Llama 3 was
+trained (arXiv 2407.21783, section 3.3.2); their heads are few in models with grouped queries.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ CONTEXT_ATTENTION = "multipack_context"
 
 
 class ContextSegments:
-    """The segments of one slice, and the ranks that hold the others; all layers of a forward share one instance.
+    """The segments of one slice, and the ranks that hold the others; all layers of a forward share one
+    instance.
 
     Args:
-        part: a slice of `context_slice(batch, rank, size, layout="contiguous")` of a flat batch, where rank and size are this
-            process's of `group`.
+        part: a slice of `context_slice(batch, rank, size, layout="contiguous")` of a flat batch, where rank
+            and size are this process's of `group`.
         group: the context-parallel ranks, in the order of their slices.
 
     Raises:
@@ -54,9 +57,9 @@ class ContextSegments:
         local = [b - first for b in inside]
         if rows != 1 or boundaries[-1] != size * slots or local != _distinct(part["cu_seq_lens_q"].tolist()):
             raise ValueError(
-                f"rank {rank} of {size} has {rows} rows of {slots} slots with boundaries {local[:4]}..., which is no contiguous slice "
-                f"{rank} of a flat batch of {boundaries[-1]} slots: make it by context_slice(batch, {rank}, {size}, "
-                "layout='contiguous')."
+                f"rank {rank} of {size} has {rows} rows of {slots} slots with boundaries {local[:4]}..., "
+                f"which is no contiguous slice {rank} of a flat batch of {boundaries[-1]} slots: make it by "
+                f"context_slice(batch, {rank}, {size}, layout='contiguous')."
             )
         begin = max(b for b in boundaries if b <= first)
         self.keys = slice(begin, last)
@@ -68,7 +71,8 @@ class ContextSegments:
 
 
 def context_inputs(part: Mapping[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """Arguments of a transformers model for a slice of `context_slice`; `shift_labels` stays out, the loss is of `loss.py` or yours."""
+    """Arguments of a transformers model for a slice of `context_slice`; `shift_labels` stays out, the loss is
+    of `loss.py` or yours."""
     return {
         "input_ids": part["input_ids"],
         "position_ids": part["position_ids"],
@@ -97,7 +101,8 @@ def context_attention(
 
     Args:
         query: [1, heads, slots, head_dim] of this rank's slice.
-        key, value: [1, key_value_heads, slots, head_dim] of the slice; fewer heads than `query` means grouped queries.
+        key, value: [1, key_value_heads, slots, head_dim] of the slice; fewer heads than `query` means grouped
+            queries.
         sliding_window: a token sees itself and at most `sliding_window - 1` tokens before it.
         context_segments: `context_inputs` makes it.
 
@@ -105,13 +110,15 @@ def context_attention(
         [1, slots, heads, head_dim] and None in the place of the attention weights.
 
     Raises:
-        ValueError: segments are missing, a mask or a key-value cache came with the batch, or the model asks for something this
-            attention does not support (soft capping, sinks, position biases, no causality).
+        ValueError: segments are missing, a mask or a key-value cache came with the batch, or the model asks
+            for something this attention does not support (soft capping, sinks, position biases, no
+            causality).
     """
     if context_segments is None:
         raise ValueError(
-            "attn_implementation='multipack_context' got no context_segments: the slices of other ranks would not be seen. Call "
-            "model(**context_inputs(context_slice(batch, rank, size, layout='contiguous'), group))."
+            "attn_implementation='multipack_context' got no context_segments: the slices of other ranks "
+            "would not be seen. Call model(**context_inputs(context_slice(batch, rank, size, "
+            "layout='contiguous'), group))."
         )
     if attention_mask is not None or key.shape[2] != query.shape[2]:
         raise ValueError(_NO_MASK_NO_CACHE)
@@ -147,20 +154,22 @@ def context_attention(
 
 
 _NO_MASK_NO_CACHE = (
-    "attn_implementation='multipack_context' takes segments and neither a mask nor a key-value cache, which could contradict them. "
-    "Drop attention_mask and pass use_cache=False."
+    "attn_implementation='multipack_context' takes segments and neither a mask nor a key-value cache, which "
+    "could contradict them. Drop attention_mask and pass use_cache=False."
 )
 
 
 def _gather(states: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[1, heads, slots, head_dim] of each rank -> [1, heads, ranks * slots, head_dim], with gradients summed over ranks."""
+    """[1, heads, slots, head_dim] of each rank -> [1, heads, ranks * slots, head_dim], with gradients summed
+    over ranks."""
     slots_first = states[0].transpose(0, 1).contiguous()
     gathered: Tensor = all_gather(slots_first, 0, group)
     return gathered.transpose(0, 1)[None]
 
 
 def _visible(queries: int, keys: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Bool [queries, keys], true where a query may look, the last one at the last key; None where plain causality says it all."""
+    """Bool [queries, keys], true where a query may look, the last one at the last key; None where plain
+    causality says it all."""
     if queries == keys and (sliding_window is None or keys <= sliding_window):
         return None
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)

@@ -1,7 +1,8 @@
 """Lightning on packed batches.
 
-The one rule: loaders are built in hooks, when the process group stands, and their lengths are asked for again each epoch. Packing may
-give another epoch a batch more, and Lightning would otherwise stop where the first epoch ended.
+The one rule: loaders are built in hooks, when the process group stands, and their lengths are asked for again
+each epoch. Packing may give another epoch a batch more, and Lightning would otherwise stop where the first
+epoch ended.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from multipack.loading.packed import packed_dataloader
 
 
 class PackedDataModule(lightning.LightningDataModule):  # type: ignore[misc]
-    """Packed batches of this rank for `Trainer.fit` and `Trainer.validate`, on any number of ranks and with Lightning's default flags.
+    """Packed batches of this rank for `Trainer.fit` and `Trainer.validate`, on any number of ranks and with
+    Lightning's default flags.
 
-    The position inside an epoch is saved with Lightning's checkpoints; `fit(..., ckpt_path=...)` goes on with the next batch. A
-    module that logs a mean over batches should weigh it: `self.log("val_loss", loss, batch_size=batch["num_target_tokens"],
-    sync_dist=True)`.
+    The position inside an epoch is saved with Lightning's checkpoints; `fit(..., ckpt_path=...)` goes on with
+    the next batch. A module that logs a mean over batches should weigh it: `self.log("val_loss", loss,
+    batch_size=batch["num_target_tokens"], sync_dist=True)`.
 
     Args:
         train: the training rows: a TokenDataset or anything that one reads.
         capacity: token slots of a bin.
         val: validation rows, read in order.
-        options: further arguments of `packed_dataloader`; `shuffle`, `accumulate` and `balance` are for training only.
+        options: further arguments of `packed_dataloader`; `shuffle`, `accumulate` and `balance` are for
+            training only.
     """
 
     def __init__(self, train: Any, capacity: int, *, val: Any = None, **options: Any) -> None:
@@ -62,7 +65,8 @@ class PackedDataModule(lightning.LightningDataModule):  # type: ignore[misc]
             self._train.load_state_dict(state_dict["train"])
 
     def train_dataloader(self) -> Any:
-        """The loader of this rank, the same one every epoch; before the first, models that packing is wrong for are refused."""
+        """The loader of this rank, the same one every epoch; before the first, models that packing is wrong
+        for are refused."""
         if not self._verified and self.trainer is not None:
             self._verified = True
             with self.trainer.strategy.precision_plugin.forward_context():

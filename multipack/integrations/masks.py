@@ -1,8 +1,8 @@
 """What a token may see of its own sequence, read from the mask functions of transformers.
 
-A model describes its masks as functions of (batch, head, query, key), which transformers hands to the registered attention.
-The rule: a description that is known (causal, sliding window, chunks) becomes numbers and costs no memory; any other is
-evaluated, sequence by sequence; none is ignored.
+A model describes its masks as functions of (batch, head, query, key), which transformers hands to the
+registered attention. The rule: a description that is known (causal, sliding window, chunks) becomes numbers
+and costs no memory; any other is evaluated, sequence by sequence; none is ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import masking_utils
 
 MaskFunction = Callable[..., Any]
-"""(batch, head, query, key), index tensors that broadcast, to a bool tensor: whether the query sees the key."""
+"""(batch, head, query, key), index tensors that broadcast, to a bool tensor: whether the query sees the
+key."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,8 @@ class VisibleTokens:
     window: int | None = None
     """A token sees itself and at most `window - 1` tokens before it; None: all tokens before it."""
     chunk: int | None = None
-    """A token sees no further back than the start of its chunk of so many tokens, counted from the start of its sequence."""
+    """A token sees no further back than the start of its chunk of so many tokens, counted from the start of
+    its sequence."""
     function: MaskFunction | None = None
     """Any other description, which alone decides; in it tokens are counted from the start of a row."""
 
@@ -70,21 +72,24 @@ class VisibleTokens:
 
 
 class NotATensorError(AttributeError, ValueError):
-    """A model took `VisibleTokens` for a mask tensor; an AttributeError as well, since models look by `hasattr`."""
+    """A model took `VisibleTokens` for a mask tensor; an AttributeError as well, since models look by
+    `hasattr`."""
 
 
 _OWN_ATTENTION = (
-    "the model computes with its attention mask in code of its own, which knows nothing of packed sequences, so they would see each "
-    "other. Use a model whose attention goes through transformers' AttentionInterface alone, or train it on padded batches "
-    "(PaddedCollator) with a stock attention."
+    "the model computes with its attention mask in code of its own, which knows nothing of packed "
+    "sequences, so they would see each other. Use a model whose attention goes through transformers' "
+    "AttentionInterface alone, or train it on padded batches (PaddedCollator) with a stock attention."
 )
 
 
 def visible_tokens(mask_function: MaskFunction) -> VisibleTokens:
-    """Read a mask function of `transformers.masking_utils`; sequences of a packed row are kept apart by boundaries, not by it.
+    """Read a mask function of `transformers.masking_utils`; sequences of a packed row are kept apart by
+    boundaries, not by it.
 
-    Masks that are an intersection of causality, windows, chunks and the split of packed rows become numbers. The parts are
-    recognised by the closures that transformers makes; what is not recognised is kept whole, to be evaluated.
+    Masks that are an intersection of causality, windows, chunks and the split of packed rows become numbers.
+    The parts are recognised by the closures that transformers makes; what is not recognised is kept whole, to
+    be evaluated.
     """
     parts = list(_parts(mask_function))
     windows = [value for kind, value in parts if kind == "window"]

@@ -1,7 +1,7 @@
 """Attention inside each segment of a packed row: a loop over segments, or one variable-length kernel for all.
 
-The rule: correct before fast. Torch's fused attention where it computes what the model asks for; matrix products of one
-segment at a time for soft caps, sinks and biases, which it does not know.
+The rule: correct before fast. Torch's fused attention where it computes what the model asks for; matrix
+products of one segment at a time for soft caps, sinks and biases, which it does not know.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from multipack.integrations.masks import VisibleTokens
 class Segments:
     """Boundaries of the packed sequences of one batch, read from the device at most once.
 
-    All layers of a forward and all recomputations of a backward share one instance, so the loop over segments costs one
-    device synchronisation a batch on CUDA and none on CPU; the variable-length kernel needs none at all, except for chunks.
+    All layers of a forward and all recomputations of a backward share one instance, so the loop over segments
+    costs one device synchronisation a batch on CUDA and none on CPU; the variable-length kernel needs none at
+    all, except for chunks.
     """
 
     def __init__(self, cu_seq_lens: Tensor) -> None:
@@ -38,7 +39,8 @@ class Segments:
         return self._lengths
 
     def cut(self, chunk: int) -> tuple[list[int], Tensor]:
-        """Segments cut at every `chunk` tokens of each: their lengths, and their boundaries as `cu_seq_lens`."""
+        """Segments cut at every `chunk` tokens of each: their lengths, and their boundaries as
+        `cu_seq_lens`."""
         if chunk not in self._chunks:
             lengths = [
                 min(chunk, length - start) for length in self.lengths() for start in range(0, length, chunk)
@@ -82,8 +84,10 @@ def segment_loop(
     """Causal attention of each segment, [1, heads, tokens, width] -> [1, tokens, heads, width of a value].
 
     Args:
-        query, key, value: all rows of the batch one after the other; fewer key heads than query heads are shared by groups.
-        lengths: of the segments; together all tokens. Segments of no token, as static shapes have, are passed over.
+        query, key, value: all rows of the batch one after the other; fewer key heads than query heads are
+            shared by groups.
+        lengths: of the segments; together all tokens. Segments of no token, as static shapes have, are passed
+            over.
         asked: what else decides.
         tokens_per_row: where rows end; no segment crosses it.
 
@@ -92,8 +96,8 @@ def segment_loop(
     """
     if sum(lengths) != query.shape[2]:
         raise ValueError(
-            f"cu_seq_lens_q ends at {sum(lengths)} but the batch has {query.shape[2]} tokens: the rest would attend to nothing. "
-            "Boundaries must cover the padding as well, as PackedCollator's do."
+            f"cu_seq_lens_q ends at {sum(lengths)} but the batch has {query.shape[2]} tokens: the rest would "
+            "attend to nothing. Boundaries must cover the padding as well, as PackedCollator's do."
         )
     lengths = [length for length in lengths if length]
     attend = _fused if asked.fused else _by_products
@@ -131,7 +135,8 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, segment: _Segment, asked: 
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, segment: _Segment, asked: Asked) -> Tensor:
-    """The same as a softmax over scores, in float32: memory grows by heads * length^2 of the longest segment."""
+    """The same as a softmax over scores, in float32: memory grows by heads * length^2 of the longest
+    segment."""
     length = segment.length
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -162,7 +167,8 @@ def _sinks_of(sinks: Tensor, segment: _Segment) -> Tensor:
 
 
 def has_varlen_kernel(query: Tensor, value: Tensor, asked: Asked) -> bool:
-    """Whether torch's variable-length kernel computes this: half precision on an Ampere GPU or newer, up to 256 a head."""
+    """Whether torch's variable-length kernel computes this: half precision on an Ampere GPU or newer, up to
+    256 a head."""
     if not asked.fused or asked.visible.function is not None:
         return False
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
@@ -175,7 +181,8 @@ def has_varlen_kernel(query: Tensor, value: Tensor, asked: Asked) -> bool:
 
 @functools.cache
 def _varlen_parameters() -> frozenset[str]:
-    """Names that `varlen_attn` of the installed torch takes: they changed from release to release; none before 2.10."""
+    """Names that `varlen_attn` of the installed torch takes: they changed from release to release; none
+    before 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

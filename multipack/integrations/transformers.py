@@ -1,8 +1,8 @@
 """transformers' Trainer on packed batches.
 
-The Trainer deals, counts and resumes by the number of batches of one epoch. Packing may give another epoch a batch more or less,
-so every count here is asked for by epoch, of the sampler, which knows it exactly: no batch is lost behind the Trainer's end of an
-epoch, and no gradient is left over for the next one.
+The Trainer deals, counts and resumes by the number of batches of one epoch. Packing may give another epoch a
+batch more or less, so every count here is asked for by epoch, of the sampler, which knows it exactly: no
+batch is lost behind the Trainer's end of an epoch, and no gradient is left over for the next one.
 """
 
 from __future__ import annotations
@@ -45,21 +45,24 @@ else:
 class PackedTrainerMixin(_Base):  # type: ignore[misc]
     """Put before `Trainer`: `class MyTrainer(PackedTrainerMixin, Trainer)`. `PackedTrainer` is just that.
 
-    Data sets hold `input_ids` of any length, not padded, and `labels` or a mask if not every token is a target. Of the Trainer's
-    arguments `per_device_train_batch_size` and `per_device_eval_batch_size` count bins, `dataloader_num_workers` counts threads
-    (0, the Trainer's default, is one), `gradient_accumulation_steps` counts batches as ever, `seed` or `data_seed` names the order,
+    Data sets hold `input_ids` of any length, not padded, and `labels` or a mask if not every token is a
+    target. Of the Trainer's arguments `per_device_train_batch_size` and `per_device_eval_batch_size` count
+    bins, `dataloader_num_workers` counts threads (0, the Trainer's default, is one),
+    `gradient_accumulation_steps` counts batches as ever, `seed` or `data_seed` names the order,
     `dataloader_drop_last` leaves out batches that do not fill the last micro-step of the ranks, and
     `train_sampling_strategy="sequential"` keeps the order of rows. `data_collator` is not used.
 
-    The loss is exact over all ranks and micro-steps, in training by the Trainer's own count of targets, in evaluation by ours: a mean
-    over target tokens, not over batches.
+    The loss is exact over all ranks and micro-steps, in training by the Trainer's own count of targets, in
+    evaluation by ours: a mean over target tokens, not over batches.
 
     Args:
         capacity: token slots of a bin, as for `packed_dataloader`.
-        packing: any further arguments of `packed_dataloader`, such as `{"balance": "step", "overlong": "truncate"}`.
+        packing: any further arguments of `packed_dataloader`, such as `{"balance": "step", "overlong":
+            "truncate"}`.
 
     Raises:
-        TypeError: the class below is no Trainer that can be told its epochs one by one, as that of transformers 5.24 can.
+        TypeError: the class below is no Trainer that can be told its epochs one by one, as that of
+            transformers 5.24 can.
         ValueError: the arguments ask for what packing excludes; names them.
     """
 
@@ -69,8 +72,9 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         below = super()
         if missing := [name for name in _OVERRIDDEN if not hasattr(below, name)]:
             raise TypeError(
-                f"the class below PackedTrainerMixin has no {', '.join(missing)}: put the mixin before a Trainer that has what the "
-                f"one of transformers 5.24 has (this is {transformers.__version__})."
+                f"the class below PackedTrainerMixin has no {', '.join(missing)}: put the mixin before a "
+                "Trainer that has what the one of transformers 5.24 has (this is "
+                f"{transformers.__version__})."
             )
         self.capacity = capacity
         self.packing = dict(packing or {})
@@ -121,11 +125,13 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The Trainer's loss over what the model takes of a packed batch; before the first, a model that packing is wrong for is refused."""
+        """The Trainer's loss over what the model takes of a packed batch; before the first, a model that
+        packing is wrong for is refused."""
         if "loss_weights" in inputs:
             raise ValueError(
-                "the batch has loss_weights, which the model's own loss ignores. Collate without loss_weights, or weigh the losses of the "
-                "tokens in a loop of your own, see multipack.optimizer_steps."
+                "the batch has loss_weights, which the model's own loss ignores. Collate without "
+                "loss_weights, or weigh the losses of the tokens in a loop of your own, see "
+                "multipack.optimizer_steps."
             )
         if not self._verified and _is_ours(inputs):
             self._verified = True
@@ -220,8 +226,8 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
     def _packed_loader(self, dataset: Any, **options: Any) -> DataLoader[Any]:
         if self.args.n_gpu > 1:
             raise ValueError(
-                f"one process for {self.args.n_gpu} GPUs would cut packed batches through their sequences: start one process a GPU "
-                "with torchrun, or show one GPU by CUDA_VISIBLE_DEVICES."
+                f"one process for {self.args.n_gpu} GPUs would cut packed batches through their sequences: "
+                "start one process a GPU with torchrun, or show one GPU by CUDA_VISIBLE_DEVICES."
             )
         if isinstance(dataset, StreamPacker):
             return DataLoader(dataset, batch_size=None, collate_fn=PackedCollator())
@@ -250,8 +256,8 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
             return dataset
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise TypeError(
-                f"{type(dataset).__name__} has no length: wrap it in StreamPacker(dataset, {self.capacity}) and set max_steps, or copy "
-                "it into memory by TokenDataset.from_iterable."
+                f"{type(dataset).__name__} has no length: wrap it in StreamPacker(dataset, {self.capacity}) "
+                "and set max_steps, or copy it into memory by TokenDataset.from_iterable."
             )
         found = self._datasets.get(id(dataset))
         if found is None:
@@ -266,7 +272,8 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         return found[1]
 
     def _inputs_of(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What the model takes of a batch: no counts, and no cache, which would hide the boundaries from stock attention."""
+        """What the model takes of a batch: no counts, and no cache, which would hide the boundaries from
+        stock attention."""
         if not _is_ours(batch):
             return batch
         model = self.accelerator.unwrap_model(self.model)
@@ -343,7 +350,8 @@ def _check_dealing(checkpoint: Path, now: dict[str, int]) -> None:
     """Refuse to resume where the same number of steps means other rows.
 
     Raises:
-        ValueError: the checkpoint was saved with another number of ranks, micro-steps or bins a batch; names both.
+        ValueError: the checkpoint was saved with another number of ranks, micro-steps or bins a batch; names
+            both.
     """
     path = checkpoint / _DEALING_FILE
     if not path.is_file():
@@ -358,15 +366,17 @@ def _check_dealing(checkpoint: Path, now: dict[str, int]) -> None:
     ]
     if differing:
         raise ValueError(
-            f"{checkpoint} was saved with other numbers: {', '.join(differing)}. The Trainer resumes by counting steps, so rows would "
-            "be repeated or skipped. Resume with the same numbers, pass ignore_data_skip=True to start the epoch again, or use a "
-            "loop of your own with loader.state_dict(), which resumes on any number of ranks."
+            f"{checkpoint} was saved with other numbers: {', '.join(differing)}. The Trainer resumes by "
+            "counting steps, so rows would be repeated or skipped. Resume with the same numbers, pass "
+            "ignore_data_skip=True to start the epoch again, or use a loop of your own with "
+            "loader.state_dict(), which resumes on any number of ranks."
         )
 
 
 @contextlib.contextmanager
 def _keeping_the_loader() -> Iterator[None]:
-    """The Trainer resumes by accelerate's `skip_first_batches`, which would read the rest of the epoch by a plain torch loader."""
+    """The Trainer resumes by accelerate's `skip_first_batches`, which would read the rest of the epoch by a
+    plain torch loader."""
     theirs = transformers.trainer.skip_first_batches
     transformers.trainer.skip_first_batches = skip_first_batches
     try:

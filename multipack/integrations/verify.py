@@ -1,7 +1,8 @@
 """Ask a model, by a forward of a few tokens, whether packing is right for it.
 
-Packing is right only if a token sees nothing of other sequences, nothing of the future, and what its own model shows it when
-the sequence is alone. The rule: what a model does with boundaries is measured, never concluded from its name.
+Packing is right only if a token sees nothing of other sequences, nothing of the future, and what its own
+model shows it when the sequence is alone. The rule: what a model does with boundaries is measured, never
+concluded from its name.
 """
 
 from __future__ import annotations
@@ -32,31 +33,34 @@ def verify_packing(
 ) -> None:
     """Run three packed sequences and each of them alone, and compare; nothing of the model changes.
 
-    The second sequence is longer than every window or chunk that the configuration names, up to `max_length`. Tokens of the
-    other two are changed, and its own last one: none of its other logits may move (in the mode, training or evaluation,
-    that the model is in, with the same dropout). The logits of all three must equal those of each sequence alone by
-    the stock implementation of transformers ("sdpa" where the model supports it, else "eager").
+    The second sequence is longer than every window or chunk that the configuration names, up to `max_length`.
+    Tokens of the other two are changed, and its own last one: none of its other logits may move (in the mode,
+    training or evaluation, that the model is in, with the same dropout). The logits of all three must equal
+    those of each sequence alone by the stock implementation of transformers ("sdpa" where the model supports
+    it, else "eager").
 
-    Parameters that are zero throughout, as fresh adapters and gates are, hide what stands behind them; they are given small
-    numbers for the time of the check. Call it where training runs: on its device, under its autocast, on all ranks alike.
+    Parameters that are zero throughout, as fresh adapters and gates are, hide what stands behind them; they
+    are given small numbers for the time of the check. Call it where training runs: on its device, under its
+    autocast, on all ranks alike.
 
     Args:
-        model: a causal language model of transformers, also inside DistributedDataParallel, FSDP2, DeepSpeed or peft.
+        model: a causal language model of transformers, also inside DistributedDataParallel, FSDP2, DeepSpeed
+            or peft.
         max_length: the longest sequence of the run, tokens: windows that no sequence fills need no check.
         device: where batches go; None: where the first parameter is.
-        inputs_of: makes the model's arguments of a batch of PackedCollator; None: `model_inputs`, without its `segments` where
-            the attention is not ours.
+        inputs_of: makes the model's arguments of a batch of PackedCollator; None: `model_inputs`, without its
+            `segments` where the attention is not ours.
 
     Raises:
-        ValueError: packed sequences see each other, a token sees the future, or logits differ from those of the stock
-            implementation; or the model cannot run them. Names the model and the remedy.
+        ValueError: packed sequences see each other, a token sees the future, or logits differ from those of
+            the stock implementation; or the model cannot run them. Names the model and the remedy.
         TypeError: the model is none of transformers.
     """
     inner = _inner(model)
     if not hasattr(inner, "set_attn_implementation"):
         raise TypeError(
-            f"verify_packing takes a model of transformers, got {type(inner).__name__}: its stock attention is what packed logits "
-            "are compared with."
+            f"verify_packing takes a model of transformers, got {type(inner).__name__}: its stock attention "
+            "is what packed logits are compared with."
         )
     probe = _Probe(model, inner, device, inputs_of)
     sequences = _sequences(inner, _longest_span(inner, max_length))
@@ -68,7 +72,8 @@ def verify_packing(
 
 
 def packing_models(module: nn.Module) -> list[Any]:
-    """The outermost transformers models inside `module` that are trained: those that `verify_packing` is for."""
+    """The outermost transformers models inside `module` that are trained: those that `verify_packing` is
+    for."""
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):
@@ -145,15 +150,17 @@ class _Probe:
 
     def refusal(self, reason: str) -> ValueError:
         return ValueError(
-            f"{self.name} cannot be trained on packed batches with attn_implementation="
-            f"{self.config._attn_implementation!r}: {reason.rstrip('.')}. Train it padded (PaddedCollator or sample_packing: false, and a stock "
-            "attention); a model with recurrent layers (convolutions, state spaces, linear attention) packs where transformers has "
+            f"{self.name} cannot be trained on packed batches with "
+            f"attn_implementation={self.config._attn_implementation!r}: {reason.rstrip('.')}. Train it "
+            "padded (PaddedCollator or sample_packing: false, and a stock attention); a model with "
+            "recurrent layers (convolutions, state spaces, linear attention) packs where transformers has "
             "kernels that take boundaries for it (causal-conv1d, mamba-ssm, flash-linear-attention on CUDA)."
         )
 
     @contextlib.contextmanager
     def _watching_widths(self) -> Iterator[None]:
-        """Note how narrow the linear layers compute: autocast, FSDP and quantised layers decide it, not the parameters."""
+        """Note how narrow the linear layers compute: autocast, FSDP and quantised layers decide it, not the
+        parameters."""
 
         def note(_: nn.Module, __: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.dtype.is_floating_point:
@@ -196,7 +203,8 @@ def _check_alone(probe: _Probe, sequences: Sequence[Tensor]) -> None:
         alone = probe.alone(ids)
         if alone.shape != packed.shape or _far(packed, alone, tolerance):
             raise probe.refusal(
-                f"the logits of a sequence of {len(ids)} tokens in a packed row are not those of the sequence alone by the stock attention."
+                f"the logits of a sequence of {len(ids)} tokens in a packed row are not those of the "
+                "sequence alone by the stock attention."
             )
 
 
@@ -223,7 +231,8 @@ def _sequences(inner: Any, longest: int) -> list[Tensor]:
 
 
 def _longest_span(inner: Any, max_length: int | None) -> int:
-    """Tokens that fill every window or chunk of the configuration, and a few more; as many as the run has at most."""
+    """Tokens that fill every window or chunk of the configuration, and a few more; as many as the run has at
+    most."""
     config = inner.config.get_text_config()
     spans = [
         number

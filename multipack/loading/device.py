@@ -1,11 +1,13 @@
 """Copy batches to a device beside the training step.
 
-Three rules keep that right. One side stream per loader, made once: the allocator keeps memory per stream, so a new stream a
-pass would pin more and more. The consumer's stream waits for the copy's event before it may read a batch, and each tensor is
-recorded on that stream, so that its memory is not reused for a later copy while the consumer's kernels still read it. Nothing is
-made, and no device touched, before there is a batch to copy: an empty loader costs nothing.
+Three rules keep that right. One side stream per loader, made once: the allocator keeps memory per stream, so
+a new stream a pass would pin more and more. The consumer's stream waits for the copy's event before it may
+read a batch, and each tensor is recorded on that stream, so that its memory is not reused for a later copy
+while the consumer's kernels still read it. Nothing is made, and no device touched, before there is a batch to
+copy: an empty loader costs nothing.
 
-The pinned memory comes from torch's caching allocator, which itself holds a block back until the copies out of it are done.
+The pinned memory comes from torch's caching allocator, which itself holds a block back until the copies out
+of it are done.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ class DeviceCopier:
     """Start copies in the threads of a loader, and hand the batches over in the consumer.
 
     Args:
-        device: where batches go. A device without number is the current one of the thread that makes the copier.
+        device: where batches go. A device without number is the current one of the thread that makes the
+            copier.
         streams: for tests only.
     """
 
@@ -90,7 +93,8 @@ class DeviceCopier:
         self._making = threading.Lock()
 
     def send(self, batch: Any) -> InFlight:
-        """Pin the tensors of a batch and start their copies on the side stream; called in a thread of the loader."""
+        """Pin the tensors of a batch and start their copies on the side stream; called in a thread of the
+        loader."""
         streams = self._streams
         with self._making:
             if self._side is None:
@@ -120,9 +124,11 @@ def device_copier(device: DeviceLike | None) -> DeviceCopier | None:
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same batch with each tensor replaced; one that occurs twice is mapped once, so that views of it stay shared.
+    """The same batch with each tensor replaced; one that occurs twice is mapped once, so that views of it
+    stay shared.
 
-    Mappings keep their type, named tuples theirs; sequences become lists or tuples; anything else is passed on.
+    Mappings keep their type, named tuples theirs; sequences become lists or tuples; anything else is passed
+    on.
     """
     done: dict[int, torch.Tensor] = {}
 

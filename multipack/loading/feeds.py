@@ -1,8 +1,8 @@
 """Where a loader takes its batches from, and what a saved state of each source holds.
 
-Every source is a feed with the same methods, and every item comes with its mark: where a run resumes once the item's batch was
-consumed. The one rule: batches that were only prefetched do not count. They are made again after a resume, so nothing is lost or
-repeated.
+Every source is a feed with the same methods, and every item comes with its mark: where a run resumes once the
+item's batch was consumed. The one rule: batches that were only prefetched do not count. They are made again
+after a resume, so nothing is lost or repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Pass(NamedTuple):
 
 
 class Feed(Protocol):
-    """A source of batches. `open` is called in the consumer's thread; its items may be taken in any one thread at a time."""
+    """A source of batches. `open` is called in the consumer's thread; its items may be taken in any one
+    thread at a time."""
 
     source: Any
     """The sampler or data set that is read."""
@@ -94,8 +95,8 @@ def check_state(state: Any, key: str) -> None:
     """Refuse what is no state of a loader over such data."""
     if not isinstance(state, dict) or "version" not in state or key not in state:
         raise ValueError(
-            f"this is not the state of a multipack loader over such data: {state!r:.200}. A state fits the kind of sampler it "
-            "was saved with: one of multipack's, another one, or an iterable data set."
+            f"this is not the state of a multipack loader over such data: {state!r:.200}. A state fits the "
+            "kind of sampler it was saved with: one of multipack's, another one, or an iterable data set."
         )
     if state["version"] != STATE_VERSION:
         raise ValueError(

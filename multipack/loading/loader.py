@@ -1,7 +1,7 @@
 """A torch DataLoader that makes its batches beside the training loop.
 
-The one rule: correctness lives in data set, batch sampler and collator; the loader adds only speed. A framework that rebuilds a plain
-torch DataLoader from those three gets the same batches, bit for bit.
+The one rule: correctness lives in data set, batch sampler and collator; the loader adds only speed. A
+framework that rebuilds a plain torch DataLoader from those three gets the same batches, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,28 +39,35 @@ WorkerType: TypeAlias = Literal["auto", "thread", "process"]
 
 
 class DataLoader(TorchDataLoader[T_co]):
-    """torch's DataLoader with its whole signature; batches of our own parts are made in background threads, in order.
+    """torch's DataLoader with its whole signature; batches of our own parts are made in background threads,
+    in order.
 
-    Our own parts are TokenDataset with our samplers and collators, and StreamPacker: they are known to be pure. Over anything else a
-    script that changes its import line keeps its batches, its random numbers, its worker functions, its errors and its thread, unless
-    it asks for threads. Arguments that are not listed mean what they mean in torch.
+    Our own parts are TokenDataset with our samplers and collators, and StreamPacker: they are known to be
+    pure. Over anything else a script that changes its import line keeps its batches, its random numbers, its
+    worker functions, its errors and its thread, unless it asks for threads. Arguments that are not listed
+    mean what they mean in torch.
 
     Args:
-        num_workers: background threads or, over parts that are not ours, torch's worker processes. None: one thread over our own
-            parts, and torch's 0 otherwise. 0 makes each batch when it is asked for. With threads above 1 a data set of yours must
-            be safe to read from several threads; an iterable one is read by one thread and collated by all.
+        num_workers: background threads or, over parts that are not ours, torch's worker processes. None: one
+            thread over our own parts, and torch's 0 otherwise. 0 makes each batch when it is asked for. With
+            threads above 1 a data set of yours must be safe to read from several threads; an iterable one is
+            read by one thread and collated by all.
         prefetch_factor: batches a worker may be ahead, 2 if None; times `num_workers` it bounds the queue.
-        prefetch_batches: bounds the queue instead: batches taken from the sampler and not yet yielded; 0 makes each batch when it
-            is asked for. A batch of 65,536 tokens is about 1.6 MB.
-        device: copy batches there from pinned memory on a side stream; they are ready when yielded. None and "cpu" leave them.
-        worker_type: "thread"; "process" for torch's worker processes; "auto" takes threads over our own parts where neither
-            `worker_init_fn` nor `multiprocessing_context` is given, else processes. Threads over parts of yours run beside the
-            training loop: they share its global random states, so seeded runs repeat only if nothing draws from those.
-        check_agreement: before the first pass the ranks compare what they plan, by one small collective; ranks with other data,
-            capacity or seed are an error instead of a deadlock. All ranks must ask for it.
-        timeout: seconds to wait for a batch before a RuntimeError, with the stacks of the threads; 0 waits without a limit.
-        worker_init_fn, persistent_workers, multiprocessing_context: for worker processes. Threads have no state of their own that
-            `worker_init_fn` could set up.
+        prefetch_batches: bounds the queue instead: batches taken from the sampler and not yet yielded; 0
+            makes each batch when it is asked for. A batch of 65,536 tokens is about 1.6 MB.
+        device: copy batches there from pinned memory on a side stream; they are ready when yielded. None and
+            "cpu" leave them.
+        worker_type: "thread"; "process" for torch's worker processes; "auto" takes threads over our own parts
+            where neither `worker_init_fn` nor `multiprocessing_context` is given, else processes. Threads
+            over parts of yours run beside the training loop: they share its global random states, so seeded
+            runs repeat only if nothing draws from those.
+        check_agreement: before the first pass the ranks compare what they plan, by one small collective;
+            ranks with other data, capacity or seed are an error instead of a deadlock. All ranks must ask for
+            it.
+        timeout: seconds to wait for a batch before a RuntimeError, with the stacks of the threads; 0 waits
+            without a limit.
+        worker_init_fn, persistent_workers, multiprocessing_context: for worker processes. Threads have no
+            state of their own that `worker_init_fn` could set up.
         in_order: threads always keep the order of the sampler, which False permits.
 
     Raises:
@@ -195,7 +202,8 @@ class DataLoader(TorchDataLoader[T_co]):
         source = self._current_feed().source
         if not isinstance(source, MultipackBatchSampler | DistributedBatchSampler):
             raise TypeError(
-                f"skip_steps needs a loader over DistributedBatchSampler, which plans its steps, not {type(source).__qualname__}."
+                "skip_steps needs a loader over DistributedBatchSampler, which plans its steps, not "
+                f"{type(source).__qualname__}."
             )
         source.skip_steps(steps, epoch)
 
@@ -211,8 +219,9 @@ class DataLoader(TorchDataLoader[T_co]):
         """Resume there with the next batch, with any number and type of workers. No row is read to get there.
 
         Raises:
-            ValueError: the state is of other data, or was saved where its position was unknown. With a sampler that is not ours this
-                may also be raised by the next pass, when the sampler turns out to give another order.
+            ValueError: the state is of other data, or was saved where its position was unknown. With a
+                sampler that is not ours this may also be raised by the next pass, when the sampler turns out
+                to give another order.
         """
         self._current_feed().load_state_dict(state_dict)
 
@@ -235,7 +244,8 @@ class DataLoader(TorchDataLoader[T_co]):
 
     @property
     def _is_ours(self) -> bool:
-        """Whether the parts are our own, which draw from no global state and are safe to read from threads."""
+        """Whether the parts are our own, which draw from no global state and are safe to read from
+        threads."""
         if type(self.collate_fn) not in (PackedCollator, PaddedCollator):
             return False
         if is_own_stream(self.dataset):
@@ -305,7 +315,8 @@ class DataLoader(TorchDataLoader[T_co]):
         )
 
     def _worker_seed_drawer(self, feed: Feed) -> Callable[[], None]:
-        """Draws what torch's loader draws as a pass begins; of a pass that is resumed it was drawn then, unless a generator is replayed."""
+        """Draws what torch's loader draws as a pass begins; of a pass that is resumed it was drawn then,
+        unless a generator is replayed."""
         if isinstance(feed, TorchSamplerFeed) and feed.resumes and self.generator is None:
             return lambda: None
         return lambda: draw_worker_seed(self.generator)
@@ -324,7 +335,8 @@ class DataLoader(TorchDataLoader[T_co]):
         )
 
     def _read_stream(self) -> Iterable[Any]:
-        """The rows of each batch of an iterable data set, not yet collated: of other people's as torch reads them."""
+        """The rows of each batch of an iterable data set, not yet collated: of other people's as torch reads
+        them."""
         rows: Any = self.dataset
         if is_own_stream(rows):
             return rows  # type: ignore[no-any-return]  # an iterable of selections
@@ -336,20 +348,24 @@ class DataLoader(TorchDataLoader[T_co]):
         """Refuse what threads cannot do."""
         if self.worker_type == "thread" and self.worker_init_fn is not None:
             raise ValueError(
-                "worker_init_fn sets up a worker process of its own; in threads it would change the training process, its random "
-                "states above all. Use worker_type='process', or set up the data set where it is built."
+                "worker_init_fn sets up a worker process of its own; in threads it would change the "
+                "training process, its random states above all. Use worker_type='process', or set up the "
+                "data set where it is built."
             )
         if self.prefetch_batches and not (self._num_threads or self.num_workers):
             raise ValueError(
-                f"prefetch_batches={self.prefetch_batches} with nothing that prefetches: pass num_workers >= 1, or leave it out."
+                f"prefetch_batches={self.prefetch_batches} with nothing that prefetches: pass num_workers >= "
+                "1, or leave it out."
             )
         if self.timeout > 0 and self._runs_threads and self._depth == 0:
             raise ValueError(
-                f"timeout={self.timeout} without prefetching: there is no thread to enforce it. Use num_workers >= 1, or timeout=0."
+                f"timeout={self.timeout} without prefetching: there is no thread to enforce it. Use "
+                "num_workers >= 1, or timeout=0."
             )
 
     def _device_copier(self) -> DeviceCopier | None:
-        """The copier for `device`, or for accelerate's device when an Accelerator prepared this loader; one for all passes."""
+        """The copier for `device`, or for accelerate's device when an Accelerator prepared this loader; one
+        for all passes."""
         device = self.device
         if device is None and self._prepared_by_accelerate:
             device = accelerate_device()
@@ -363,7 +379,8 @@ class DataLoader(TorchDataLoader[T_co]):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None:
             warnings.warn(
-                "pin_memory is true but torch finds no accelerator, so memory is not pinned. Leave it out on the CPU.",
+                "pin_memory is true but torch finds no accelerator, so memory is not pinned. Leave it out "
+                "on the CPU.",
                 stacklevel=4,
             )
             return None
@@ -379,8 +396,8 @@ def _check_sizes(dataset: Any, sampler: MultipackBatchSampler | DistributedBatch
     planned = sampler.order.num_rows
     if planned is not None and isinstance(dataset, Sized) and len(dataset) != planned:
         raise ValueError(
-            f"the data set has {len(dataset)} rows, but the batch sampler was built from the lengths of {planned}: give it the lengths of "
-            "this data set."
+            f"the data set has {len(dataset)} rows, but the batch sampler was built from the lengths of "
+            f"{planned}: give it the lengths of this data set."
         )
 
 

@@ -20,26 +20,29 @@ def packed_dataloader(source: Any, capacity: int, **options: Any) -> DataLoader[
     Args:
         source: a TokenDataset, or anything that one reads.
         capacity: token slots of a bin; a batch has `bins_per_batch` of them.
-        options: any argument of the parts, each of which goes to the part that takes it: of TokenDataset (`column`, `columns`,
-            `max_length`, `overlong`, ...), of MultipackBatchSampler (`bins_per_batch`, `shuffle`, `seed`, `method`, `drop_last`,
-            `window`, ...), of DistributedBatchSampler (`tail`, `accumulate`, `balance`, `hidden_size`, `rank`, `num_replicas`,
-            ...), of PackedCollator (`layout`, `pad_to`, `align_to`, `return_indices`, ...), and of DataLoader (`num_workers`,
+        options: any argument of the parts, each of which goes to the part that takes it: of TokenDataset
+            (`column`, `columns`, `max_length`, `overlong`, ...), of MultipackBatchSampler (`bins_per_batch`,
+            `shuffle`, `seed`, `method`, `drop_last`, `window`, ...), of DistributedBatchSampler (`tail`,
+            `accumulate`, `balance`, `hidden_size`, `rank`, `num_replicas`, ...), of PackedCollator (`layout`,
+            `pad_to`, `align_to`, `return_indices`, ...), and of DataLoader (`num_workers`,
             `prefetch_batches`, `device`, `pin_memory`, ...).
 
-    `together` may be the name of a column: rows with equal values share a bin, and `batch["group"]` numbers them; given as an array it
-    holds a key for each row of the source. `max_length` is `capacity` where it is not given (None under
-    method="concat", which cuts rows itself), and `num_workers` is 1. The loader's `len` is exact, and the same on every rank.
+    `together` may be the name of a column: rows with equal values share a bin, and `batch["group"]` numbers
+    them; given as an array it holds a key for each row of the source. `max_length` is `capacity` where it is
+    not given (None under method="concat", which cuts rows itself), and `num_workers` is 1. The loader's `len`
+    is exact, and the same on every rank.
 
     Raises:
         TypeError: an option that no part takes; names the nearest one.
-        ValueError: from those parts; or options that say how to read a source are given beside a TokenDataset.
+        ValueError: from those parts; or options that say how to read a source are given beside a
+            TokenDataset.
     """
     data, sampler, dealing, collate, loader = _by_part(options)
     if isinstance(source, TokenDataset):
         if data:
             raise ValueError(
-                f"{', '.join(sorted(data))} say how to read a source, but this TokenDataset is read already: give them to "
-                "TokenDataset, or pass its source."
+                f"{', '.join(sorted(data))} say how to read a source, but this TokenDataset is read already: "
+                "give them to TokenDataset, or pass its source."
             )
         dataset = source
     else:

@@ -1,6 +1,7 @@
 """One pass over a DataLoader: what happens between the source of batches and the training loop.
 
-The one rule: everything that follows the consumer (its cursor, statistics, what accelerate is told) happens as a batch is yielded.
+The one rule: everything that follows the consumer (its cursor, statistics, what accelerate is told) happens
+as a batch is yielded.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class ThreadPass:
     """One pass by our own threads, or in the consumer's where the queue has depth 0."""
 
     def __init__(self, feed: Feed, draw: Callable[[], None] | None, **prefetcher: Any) -> None:
-        """`draw` is called once the pass is open, and the first item is taken now; with None the threads take it."""
+        """`draw` is called once the pass is open, and the first item is taken now; with None the threads take
+        it."""
         self.number, items = feed.open()
         if draw is not None:
             draw()
@@ -122,7 +124,8 @@ class ThreadPass:
 
 
 class LoaderIterator(Iterator[Any]):
-    """The iterator of a DataLoader. Dropping or closing it ends its threads; the cursor counts what it yielded.
+    """The iterator of a DataLoader. Dropping or closing it ends its threads; the cursor counts what it
+    yielded.
 
     Args:
         feed: the source of batches.
@@ -205,7 +208,8 @@ class LoaderIterator(Iterator[Any]):
         return source
 
     def _take(self) -> tuple[Made, bool]:
-        """The next batch, and for accelerate whether it is the last: of a stream only the lack of another tells."""
+        """The next batch, and for accelerate whether it is the last: of a stream only the lack of another
+        tells."""
         made = next(self._source) if self._ahead is None else self._ahead
         self._ahead = None
         if not self._listener.listens:
@@ -245,7 +249,7 @@ class _Once:
 
 
 def _with_first_taken(items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Takes the first item now: a sampler may draw from the global random state for it, which must not happen beside the consumer's
-    own draws."""
+    """Takes the first item now: a sampler may draw from the global random state for it, which must not happen
+    beside the consumer's own draws."""
     first = next(items, None)
     return iter(()) if first is None else Closable(itertools.chain([first], items), lambda: items)

@@ -1,9 +1,9 @@
 """Make batches in background threads, in order and never more than `depth` ahead.
 
-The one rule: items taken from the source and not yet yielded <= depth. A thread needs a slot before it takes an item, and the
-consumer gives the slot back when it hands the item out. All that consumer and threads share are two queues written in C
-(`queue.SimpleQueue`), whose put and get are atomic: Ctrl-C may strike, or a garbage collection run a finalizer, between any two
-instructions without leaving a lock held.
+The one rule: items taken from the source and not yet yielded <= depth. A thread needs a slot before it takes
+an item, and the consumer gives the slot back when it hands the item out. All that consumer and threads share
+are two queues written in C (`queue.SimpleQueue`), whose put and get are atomic: Ctrl-C may strike, or a
+garbage collection run a finalizer, between any two instructions without leaving a lock held.
 """
 
 from __future__ import annotations
@@ -30,28 +30,32 @@ _JOIN_LIMIT_S = 1.0  # how long closing waits for a thread that is inside the us
 
 
 class Prefetcher(Generic[T]):
-    """Iterate over `source` ahead of the consumer. Each `iter()` is independent and starts its threads at its first `next()`.
+    """Iterate over `source` ahead of the consumer. Each `iter()` is independent and starts its threads at its
+    first `next()`.
 
     Args:
-        source: anything iterable. `iter(source)` is called in the consumer's thread at the first `next()`; items are taken in
-            order, by one thread at a time.
+        source: anything iterable. `iter(source)` is called in the consumer's thread at the first `next()`;
+            items are taken in order, by one thread at a time.
         depth: items that may be taken and not yet yielded; 0 works synchronously, with no thread.
-        threads: how many threads run `map` at once; the order of the items is kept. At most `depth` are started.
+        threads: how many threads run `map` at once; the order of the items is kept. At most `depth` are
+            started.
         map: what makes a batch of an item, in the threads; `None` yields the items as they are.
-        timeout: seconds the consumer waits for one item before it raises with the stacks of the threads; 0 waits without a limit.
-            Needs a thread, so it is an error with `depth=0`.
+        timeout: seconds the consumer waits for one item before it raises with the stacks of the threads; 0
+            waits without a limit. Needs a thread, so it is an error with `depth=0`.
         name: of the threads.
 
-    Any exception of `source` or `map`, be it SystemExit or KeyboardInterrupt, is raised by `next()` with its traceback, after the
-    items before it. An Exception ends that `next()` only, and the item behind it comes next (a generator has none); any other one
-    finishes the iterator. A StopIteration out of `map` is an error, never an end.
+    Any exception of `source` or `map`, be it SystemExit or KeyboardInterrupt, is raised by `next()` with its
+    traceback, after the items before it. An Exception ends that `next()` only, and the item behind it comes
+    next (a generator has none); any other one finishes the iterator. A StopIteration out of `map` is an
+    error, never an end.
 
-    What is bound to the thread that first calls `next()` holds in the threads as well: grad mode, autocast, torch's default device and
-    context variables.
+    What is bound to the thread that first calls `next()` holds in the threads as well: grad mode, autocast,
+    torch's default device and context variables.
 
-    `close()`, leaving a `with` block, dropping the iterator, an exception in `next()` and the end of the interpreter stop the
-    threads; only a call into user's code that is under way is finished. A generator, or an iterator that `source` made, is closed
-    with them. In a forked child a running iterator raises RuntimeError; new ones work.
+    `close()`, leaving a `with` block, dropping the iterator, an exception in `next()` and the end of the
+    interpreter stop the threads; only a call into user's code that is under way is finished. A generator, or
+    an iterator that `source` made, is closed with them. In a forked child a running iterator raises
+    RuntimeError; new ones work.
 
     Raises:
         ValueError: depth or timeout negative, threads below 1, or a timeout with depth 0.
@@ -77,7 +81,8 @@ class Prefetcher(Generic[T]):
             raise ValueError(f"timeout={timeout} is negative: give seconds, or 0 to wait without a limit.")
         if timeout > 0 and depth == 0:
             raise ValueError(
-                f"timeout={timeout} with depth=0: there is no thread to enforce it. Give a depth, or no timeout."
+                f"timeout={timeout} with depth=0: there is no thread to enforce it. Give a depth, or no "
+                "timeout."
             )
         self.source = source
         self.depth = depth
@@ -105,7 +110,8 @@ class Prefetcher(Generic[T]):
 
 
 class PrefetchIterator(Iterator[T]):
-    """One pass over a Prefetcher's source. Not for use by several consumers at once, except that any thread may close it."""
+    """One pass over a Prefetcher's source. Not for use by several consumers at once, except that any thread
+    may close it."""
 
     def __init__(self, prefetcher: Prefetcher[T]) -> None:
         self._work = _Work(prefetcher)
@@ -119,7 +125,8 @@ class PrefetchIterator(Iterator[T]):
 
     @property
     def ready(self) -> int:
-        """Batches made and waiting now. Mostly 0: the threads are slower than the consumer. Mostly `depth`: they are faster."""
+        """Batches made and waiting now. Mostly 0: the threads are slower than the consumer. Mostly `depth`:
+        they are faster."""
         return self._work.made.qsize() + len(self._early)
 
     def __next__(self) -> T:
@@ -150,7 +157,8 @@ class PrefetchIterator(Iterator[T]):
         return outcome.value  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Stop the threads and wait up to a second for each to leave the user's code. No more is read. May be called twice."""
+        """Stop the threads and wait up to a second for each to leave the user's code. No more is read. May be
+        called twice."""
         self._finished = True
         self._work.stop()
         self._work.interrupt_source()
@@ -190,8 +198,8 @@ class PrefetchIterator(Iterator[T]):
             except Empty:
                 if work.timeout and monotonic() - started >= work.timeout:
                     raise RuntimeError(
-                        f"Item {self._next_index} did not come for {work.timeout:g} s, so its source may hang. Give a longer "
-                        f"timeout, or see where it stands:\n{work.stacks()}"
+                        f"Item {self._next_index} did not come for {work.timeout:g} s, so its source may "
+                        f"hang. Give a longer timeout, or see where it stands:\n{work.stacks()}"
                     ) from None
                 if not any(thread.is_alive() for thread in work.threads) and work.made.empty():
                     raise RuntimeError(
@@ -214,7 +222,8 @@ class _Outcome:
 
 
 class _Work:
-    """What an iterator and its threads share. It knows nothing of the iterator, so dropping that one ends the threads."""
+    """What an iterator and its threads share. It knows nothing of the iterator, so dropping that one ends the
+    threads."""
 
     def __init__(self, prefetcher: Prefetcher[Any]) -> None:
         self.source = prefetcher.source
@@ -230,9 +239,10 @@ class _Work:
         self.stopped = False
         self.pid = os.getpid()
 
-        # Invariant: taken from the source and not yet yielded <= depth. There are `depth` slots; a thread gets one before it
-        # takes an item and the consumer puts it back as it hands the item out. After the end one slot goes from thread to
-        # thread so that each of them wakes up and sees `stopped`. `None` in `made` wakes the consumer in the same way.
+        # Invariant: taken from the source and not yet yielded <= depth. There are `depth` slots; a thread
+        # gets one before it takes an item and the consumer puts it back as it hands the item out. After the
+        # end one slot goes from thread to thread so that each of them wakes up and sees `stopped`. `None` in
+        # `made` wakes the consumer in the same way.
         self.slots: SimpleQueue[None] = SimpleQueue()
         self.made: SimpleQueue[_Outcome | None] = SimpleQueue()
         for _ in range(self.depth):
@@ -251,8 +261,8 @@ class _Work:
     def check_process(self) -> None:
         if self.is_foreign():
             raise RuntimeError(
-                f"This iterator was made by process {self.pid} and its threads are not in this fork (process {os.getpid()}). "
-                "Make a new iterator here."
+                f"This iterator was made by process {self.pid} and its threads are not in this fork (process "
+                f"{os.getpid()}). Make a new iterator here."
             )
 
     def begin(self) -> None:
@@ -300,8 +310,8 @@ class _Work:
             batch = item if self.map is None else self.map(item)
         except StopIteration as error:
             wrong = RuntimeError(
-                f"Making item {index} ({item!r:.200}) raised StopIteration, which would have ended the epoch early without a "
-                "word. Raise another error, or leave the item out of the sampler."
+                f"Making item {index} ({item!r:.200}) raised StopIteration, which would have ended the epoch "
+                "early without a word. Raise another error, or leave the item out of the sampler."
             )
             wrong.__cause__ = error
             return _Outcome(index, error=wrong)
@@ -328,7 +338,8 @@ class _Work:
         self.close_source()
 
     def interrupt_source(self) -> None:
-        """End a source that a thread waits in, by its own `close`; a generator that runs cannot be closed from outside."""
+        """End a source that a thread waits in, by its own `close`; a generator that runs cannot be closed
+        from outside."""
         iterator = self.iterator
         if iterator is self.source or isinstance(iterator, Generator) or self.is_foreign():
             return
@@ -338,14 +349,16 @@ class _Work:
 
     def close_source(self) -> None:
         iterator, self.iterator = self.iterator, None
-        # A plain iterator that the caller passed in stays the caller's; all else was made for this pass or is used up by it.
+        # A plain iterator that the caller passed in stays the caller's; all else was made for this pass or is
+        # used up by it.
         if iterator is not self.source or isinstance(iterator, Generator):
             close = getattr(iterator, "close", None)
             if callable(close):
                 close()
 
     def stop(self) -> None:
-        """Tell the threads to end, without waiting and without taking a lock: finalizers call this at any point of any thread."""
+        """Tell the threads to end, without waiting and without taking a lock: finalizers call this at any
+        point of any thread."""
         if self.is_foreign():
             return
         self.stopped = True
@@ -379,7 +392,8 @@ class _Work:
 
 
 def _run(work: _Work) -> None:
-    """The life of one thread. It must not hold a batch while it waits, nor a reference to the iterator ever."""
+    """The life of one thread. It must not hold a batch while it waits, nor a reference to the iterator
+    ever."""
     try:
         assert work.ambient is not None
         work.ambient.run(_make_batches, work)
@@ -403,7 +417,8 @@ _running: weakref.WeakSet[_Work] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """End all threads before the interpreter takes itself apart; daemon threads inside C++ code would crash it."""
+    """End all threads before the interpreter takes itself apart; daemon threads inside C++ code would crash
+    it."""
     works = list(_running)
     for work in works:
         work.stop()

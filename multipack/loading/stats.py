@@ -15,7 +15,8 @@ class BatchSize(NamedTuple):
     """What one batch holds, counted where it is made: on the CPU, before any copy to a device."""
 
     tokens: int
-    """Real tokens: `num_tokens` of the batch, else the sum of its attention mask, else all of `input_ids`; 0 without those."""
+    """Real tokens: `num_tokens` of the batch, else the sum of its attention mask, else all of `input_ids`; 0
+    without those."""
     slots: int
     """Token slots that the model computes: the elements of `input_ids`."""
     nbytes: int
@@ -64,19 +65,20 @@ class LoaderStats:
     bin_slots: int = 0
     """Capacity times bins yielded; 0 where the sampler has no bins."""
     left_out_sequences: int = 0
-    """Sequences that finished epochs left out, because of `drop_last` or tail="drop": over all ranks, the same on each."""
+    """Sequences that finished epochs left out, because of `drop_last` or tail="drop": over all ranks, the
+    same on each."""
     left_out_tokens: int = 0
     """Their tokens; 0 where lengths are unknown."""
     start_seconds: float = 0.0
-    """Wait for the first batch of each pass, summed: planning, starting threads, reading the first rows. Not in
-    `wait_seconds`. Large: let the loader plan earlier, or look at the data set's first reads."""
+    """Wait for the first batch of each pass, summed: planning, starting threads, reading the first rows. Not
+    in `wait_seconds`. Large: let the loader plan earlier, or look at the data set's first reads."""
     wait_seconds: float = 0.0
     """Time the consumer waited for batches after the first of each pass."""
     loop_seconds: float = 0.0
     """Wall time between the first and the last batch of each pass: waiting and the consumer's own work."""
     producer_seconds: float = 0.0
-    """Wall time the threads spent making the batches, summed over threads. Near `loop_seconds` times threads: they never
-    rested, and more of them may help."""
+    """Wall time the threads spent making the batches, summed over threads. Near `loop_seconds` times threads:
+    they never rested, and more of them may help."""
     queue_length_sum: int = 0
     """Ready batches found at each request, summed."""
     queue_depth: int = 0
@@ -84,7 +86,8 @@ class LoaderStats:
 
     @property
     def wait_share(self) -> float:
-        """Share of the loop's wall time spent waiting, 0..1. Above 0.01 the loader is the bottleneck: raise num_workers."""
+        """Share of the loop's wall time spent waiting, 0..1. Above 0.01 the loader is the bottleneck: raise
+        num_workers."""
         return _ratio(self.wait_seconds, self.loop_seconds)
 
     @property
@@ -94,19 +97,21 @@ class LoaderStats:
 
     @property
     def efficiency(self) -> float:
-        """Share of the bins' capacity that holds tokens, 0..1, whether or not the rest is computed. Below 0.95: the sequences
-        pack badly; a larger capacity or window helps. 0 where the sampler has no bins."""
+        """Share of the bins' capacity that holds tokens, 0..1, whether or not the rest is computed. Below
+        0.95: the sequences pack badly; a larger capacity or window helps. 0 where the sampler has no bins."""
         return _ratio(self.tokens, self.bin_slots)
 
     @property
     def queue_occupancy(self) -> float:
-        """Mean share of the queue that was ready when a batch was asked for, 0..1. Near 1: the consumer is the slower one,
-        all is well. Near 0: the loader is, and a deeper queue will not help, only more or faster producers."""
+        """Mean share of the queue that was ready when a batch was asked for, 0..1. Near 1: the consumer is
+        the slower one, all is well. Near 0: the loader is, and a deeper queue will not help, only more or
+        faster producers."""
         return _ratio(self.queue_length_sum, self.batches * self.queue_depth)
 
     @property
     def producer_ms(self) -> float:
-        """Milliseconds to make one batch. Must stay below the consumer's step time times the number of threads."""
+        """Milliseconds to make one batch. Must stay below the consumer's step time times the number of
+        threads."""
         return 1e3 * _ratio(self.producer_seconds, self.batches)
 
     @property
@@ -115,7 +120,8 @@ class LoaderStats:
         return _ratio(self.tokens, self.loop_seconds + self.start_seconds)
 
     def waited(self, asked_at: float, now: float, returned_at: float | None) -> None:
-        """Add the wait for one batch, in seconds of one clock; `returned_at` is None for the first one of a pass."""
+        """Add the wait for one batch, in seconds of one clock; `returned_at` is None for the first one of a
+        pass."""
         if returned_at is None:
             self.start_seconds += now - asked_at
         else:

@@ -1,7 +1,8 @@
 """The micro-batches of an optimizer step, with what its loss is divided by.
 
-The one rule: the loss of a step is the sum over its target tokens, divided by the target tokens of the whole step over all its
-micro-batches and ranks. A mean over a micro-batch would give its tokens another weight than those of the next one.
+The one rule: the loss of a step is the sum over its target tokens, divided by the target tokens of the whole
+step over all its micro-batches and ranks. A mean over a micro-batch would give its tokens another weight than
+those of the next one.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ class OptimizerStep(Sequence[dict[str, Any]]):
     num_target_tokens: int
     """Target tokens of the step, over all micro-batches and ranks; at least 1, so that it may divide."""
     num_replicas: int
-    """Ranks that share the step. DistributedDataParallel and FSDP average gradients over them, so a loss that is divided by
-    `num_target_tokens / num_replicas` gives the gradient of the mean over all target tokens."""
+    """Ranks that share the step. DistributedDataParallel and FSDP average gradients over them, so a loss that
+    is divided by `num_target_tokens / num_replicas` gives the gradient of the mean over all target tokens."""
 
     sum_loss_weights: float | None = None
-    """Sum of the `loss_weights` of the step, over all micro-batches and ranks; None where batches have none."""
+    """Sum of the `loss_weights` of the step, over all micro-batches and ranks; None where batches have
+    none."""
 
     @property
     def loss_divisor(self) -> float:
-        """What each micro-batch's summed loss is divided by where gradients are averaged over ranks. With `loss_weights` the losses
-        are summed with them, and their sum takes the place of the number of target tokens; 1 where it is 0."""
+        """What each micro-batch's summed loss is divided by where gradients are averaged over ranks. With
+        `loss_weights` the losses are summed with them, and their sum takes the place of the number of target
+        tokens; 1 where it is 0."""
         whole = self.num_target_tokens if self.sum_loss_weights is None else self.sum_loss_weights or 1.0
         return whole / self.num_replicas
 
@@ -50,10 +53,11 @@ class OptimizerStep(Sequence[dict[str, Any]]):
 
 
 def optimizer_steps(loader: DataLoader[dict[str, Any]]) -> Iterator[OptimizerStep]:
-    """The optimizer steps of one pass over a loader; all ranks together, since they add up their target tokens.
+    """The optimizer steps of one pass over a loader; all ranks together, since they add up their target
+    tokens.
 
-    The last step of an epoch may have fewer micro-batches; none reaches into the next epoch. The number of micro-batches is the
-    `accumulate` of the loader's DistributedBatchSampler.
+    The last step of an epoch may have fewer micro-batches; none reaches into the next epoch. The number of
+    micro-batches is the `accumulate` of the loader's DistributedBatchSampler.
 
     ```
     for step in optimizer_steps(loader):
@@ -70,7 +74,8 @@ def optimizer_steps(loader: DataLoader[dict[str, Any]]) -> Iterator[OptimizerSte
     sampler = loader.batch_sampler
     if not isinstance(sampler, DistributedBatchSampler):
         raise TypeError(
-            f"optimizer_steps needs a loader over DistributedBatchSampler, which knows `accumulate`, not {type(sampler).__qualname__}."
+            "optimizer_steps needs a loader over DistributedBatchSampler, which knows `accumulate`, not "
+            f"{type(sampler).__qualname__}."
         )
     batches = iter(loader)
     while micro_batches := list(islice(batches, sampler.accumulate)):
@@ -89,8 +94,8 @@ def optimizer_steps(loader: DataLoader[dict[str, Any]]) -> Iterator[OptimizerSte
 def _sum_over_ranks(count: _Number) -> _Number:
     if not dist.is_initialized():
         raise RuntimeError(
-            "several ranks share an optimizer step, so they add up its target tokens, but there is no process group. Call "
-            "torch.distributed.init_process_group first."
+            "several ranks share an optimizer step, so they add up its target tokens, but there is no "
+            "process group. Call torch.distributed.init_process_group first."
         )
     device = torch.device("cpu")
     if dist.get_backend() == "nccl":

@@ -1,7 +1,8 @@
 """Positions in iterable data sets, by the stateful protocol of torchdata.
 
-Where the data set's iterator has a state, that is loaded after `iter`; the data set's own is loaded before. Where neither has one,
-batches are counted, and read again to get there. The one rule: a state is taken right behind the batch it belongs to.
+Where the data set's iterator has a state, that is loaded after `iter`; the data set's own is loaded before.
+Where neither has one, batches are counted, and read again to get there. The one rule: a state is taken right
+behind the batch it belongs to.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class StreamFeed:
         if not batches:
             return
         _logger.warning(
-            "%s has no state of its own in this process, so %d batches are read again to resume behind them. Give it, or its "
-            "iterator, state_dict and load_state_dict to avoid that.",
+            "%s has no state of its own in this process, so %d batches are read again to resume behind "
+            "them. Give it, or its iterator, state_dict and load_state_dict to avoid that.",
             type(self.source).__qualname__,
             batches,
         )
@@ -135,8 +136,8 @@ class StreamFeed:
         check_state(state, "dataset")
         if state["dataset"] is not None and not is_stateful(self.source):
             raise ValueError(
-                f"the state holds one of the data set, and {type(self.source).__qualname__} cannot load one: build the loader over "
-                "the data set it was built over, which has load_state_dict."
+                f"the state holds one of the data set, and {type(self.source).__qualname__} cannot load one: "
+                "build the loader over the data set it was built over, which has load_state_dict."
             )
         if state.get("epoch") is not None:
             self.set_epoch(state["epoch"])
@@ -145,14 +146,16 @@ class StreamFeed:
 
     def _other_workers(self, start: StreamMark, workers: int) -> str:
         return (
-            f"the state was saved with {start.workers} worker processes reading {type(self.source).__qualname__}, and now {workers} "
-            f"do: their batches come in another order, so rows would be repeated or lost. Use num_workers={start.workers}"
+            f"the state was saved with {start.workers} worker processes reading "
+            f"{type(self.source).__qualname__}, and now {workers} do: their batches come in another order, "
+            f"so rows would be repeated or lost. Use num_workers={start.workers}"
             + (", worker_type='process'." if start.workers else " or threads.")
         )
 
 
 class _Rows:
-    """Rows of each batch of one pass, with their marks. No generator, since an error of a row ends one `next` only."""
+    """Rows of each batch of one pass, with their marks. No generator, since an error of a row ends one `next`
+    only."""
 
     def __init__(self, feed: StreamFeed, number: int, rows: Iterator[Any], start: StreamMark) -> None:
         self._feed = feed

@@ -22,8 +22,8 @@ def groups_of(dataset: TokenDataset, together: str | Groups | ArrayLike) -> Grou
 
     Raises:
         TypeError: the keys are neither whole numbers nor strings.
-        ValueError: there is no such column, the keys are not one a row of the source, or a row of a group was left out of the
-            data set while others of it are there.
+        ValueError: there is no such column, the keys are not one a row of the source, or a row of a group was
+            left out of the data set while others of it are there.
     """
     if isinstance(together, Groups):
         return together
@@ -33,15 +33,17 @@ def groups_of(dataset: TokenDataset, together: str | Groups | ArrayLike) -> Grou
     keys = np.asarray(together)
     if len(keys) != dataset.num_rows:
         raise ValueError(
-            f"together has {len(keys)} keys for the {dataset.num_rows} rows of the source: some rows would belong to no group. "
-            "Pass one key a row, in the order of the rows, with those that max_length or another option leaves out."
+            f"together has {len(keys)} keys for the {dataset.num_rows} rows of the source: some rows would "
+            "belong to no group. Pass one key a row, in the order of the rows, with those that max_length "
+            "or another option leaves out."
         )
     missing = np.setdiff1d(np.arange(dataset.num_rows), dataset.rows)
     broken = missing[np.isin(keys[missing], keys[dataset.rows])]
     if broken.size:
         raise ValueError(
-            f"row {broken[0]} was left out of the data set, and others of its group {keys[broken[0]]!s} were not: {broken.size} "
-            "rows leave their group incomplete. Shorten them (overlong='truncate'), or leave whole groups out of the source."
+            f"row {broken[0]} was left out of the data set, and others of its group {keys[broken[0]]!s} were "
+            f"not: {broken.size} rows leave their group incomplete. Shorten them (overlong='truncate'), or "
+            "leave whole groups out of the source."
         )
     return Groups(keys[dataset.rows])
 
@@ -50,9 +52,10 @@ def _check_none_left_out(dataset: TokenDataset, column: str) -> None:
     left_out = dataset.num_rows - len(np.unique(dataset.rows))
     if left_out:
         raise ValueError(
-            f"together={column!r}, but {left_out} of {dataset.num_rows} rows were left out of the data set (empty, overlong or "
-            "without a target), and others of their groups may still be there. Leave whole groups out of the source, shorten the "
-            "rows (overlong='truncate'), or pass the keys of all rows as an array: then only broken groups are refused."
+            f"together={column!r}, but {left_out} of {dataset.num_rows} rows were left out of the data set "
+            "(empty, overlong or without a target), and others of their groups may still be there. Leave "
+            "whole groups out of the source, shorten the rows (overlong='truncate'), or pass the keys of "
+            "all rows as an array: then only broken groups are refused."
         )
 
 
@@ -67,8 +70,8 @@ def _column(dataset: TokenDataset, name: str) -> NDArray[Any]:
         return texts
     known = [*columns.scalars, *(key for key, values in columns.objects.items() if _is_string(values.type))]
     raise ValueError(
-        f"together={name!r} is no column with a number or a string a row; there are {', '.join(known) or 'none of these'}. Name "
-        "one of them, or pass an array of one key a row."
+        f"together={name!r} is no column with a number or a string a row; there are "
+        f"{', '.join(known) or 'none of these'}. Name one of them, or pass an array of one key a row."
     )
 
 

@@ -1,4 +1,5 @@
-"""Positions in samplers that are not ours: batches are counted, and what they draw from random generators is kept."""
+"""Positions in samplers that are not ours: batches are counted, and what they draw from random generators is
+kept."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ class TorchMark:
 class TorchSamplerFeed:
     """Ids of any other sampler, counted, with the states of its random generators as the pass began.
 
-    A checksum over the ids proves on resuming that the sampler repeats its order; where it does not, resuming is a ValueError and
-    never a guess. Draws from generators come in the order of torch's loader, so that a script that changes its import line keeps its
-    batches.
+    A checksum over the ids proves on resuming that the sampler repeats its order; where it does not, resuming
+    is a ValueError and never a guess. Draws from generators come in the order of torch's loader, so that a
+    script that changes its import line keeps its batches.
     """
 
     def __init__(self, sampler: Iterable[Any], generator: torch.Generator | None) -> None:
@@ -130,8 +131,9 @@ class TorchSamplerFeed:
         check_state(state, "checksum")
         if len(state["generators"]) != len(self._generators):
             raise ValueError(
-                f"the state holds {len(state['generators'])} random generators and {type(self.source).__qualname__} has "
-                f"{len(self._generators)}: its order would be another one. Build the loader as it was built then."
+                f"the state holds {len(state['generators'])} random generators and "
+                f"{type(self.source).__qualname__} has {len(self._generators)}: its order would be another "
+                "one. Build the loader as it was built then."
             )
         for generator, text in zip(self._generators, state["generators"], strict=True):
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))
@@ -148,8 +150,9 @@ class TorchSamplerFeed:
 
     def _other_order(self, skip: int) -> str:
         return (
-            f"{type(self.source).__qualname__} gives other batches than when the state was saved: after skipping {skip} of them "
-            "rows would be repeated or lost. Give it a generator with the seed it had, or use MultipackBatchSampler."
+            f"{type(self.source).__qualname__} gives other batches than when the state was saved: after "
+            f"skipping {skip} of them rows would be repeated or lost. Give it a generator with the seed it "
+            "had, or use MultipackBatchSampler."
         )
 
 
@@ -187,6 +190,7 @@ _MOST_WRAPPERS = 16  # a mock has another `.sampler` below each
 
 
 def _unseeded(sampler: Any) -> RandomSampler | None:
-    """The RandomSampler without a generator behind a sampler of torch's, which draws its seed from the global state."""
+    """The RandomSampler without a generator behind a sampler of torch's, which draws its seed from the global
+    state."""
     inner = sampler.sampler if type(sampler) is BatchSampler else sampler
     return inner if type(inner) is RandomSampler and inner.generator is None else None

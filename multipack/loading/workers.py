@@ -1,7 +1,8 @@
 """torch's own iterators, in this process or with worker processes, and the marks of the batches they give.
 
-torch takes ids ahead for its workers and returns batches without them. A recorder stands between its iterator and the feed, and keeps
-for each batch what must be known when it is yielded: batches come back in the order in which their ids were taken.
+torch takes ids ahead for its workers and returns batches without them. A recorder stands between its iterator
+and the feed, and keeps for each batch what must be known when it is yielded: batches come back in the order
+in which their ids were taken.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from multipack.loading.torch_samplers import TorchSamplerFeed
 
 
 class Recorder:
-    """The sampler that torch's iterator sees. Workers that persist keep it, and read pass after pass through it."""
+    """The sampler that torch's iterator sees. Workers that persist keep it, and read pass after pass through
+    it."""
 
     def __init__(self, feed: Feed, index_sampler: Any) -> None:
         self.feed = feed
@@ -47,7 +49,8 @@ class Recorder:
 
 
 class TorchPass:
-    """One pass by torch's own iterator, in the consumer's thread: its errors, its random draws and its workers are torch's.
+    """One pass by torch's own iterator, in the consumer's thread: its errors, its random draws and its
+    workers are torch's.
 
     Args:
         recorder: what the iterator takes ids from.
@@ -79,7 +82,8 @@ class TorchPass:
         self._num_yielded = 0
         self._is_silent = False  # the last call waited in vain, so a worker may hang
         self.busy_seconds = 0.0
-        """Wall seconds spent on the batches so far where the consumer makes them itself; those of processes are unknown."""
+        """Wall seconds spent on the batches so far where the consumer makes them itself; those of processes
+        are unknown."""
         feed = recorder.feed
         resumes = isinstance(feed, TorchSamplerFeed) and feed.resumes and generator is None
         # A pass that is resumed has drawn its workers' seed.
@@ -110,7 +114,8 @@ class TorchPass:
             self._check_complete(stop)
             raise
         except BaseException:
-            # The next call goes on with the batch behind the one that failed, as torch's does; a timeout has received none.
+            # The next call goes on with the batch behind the one that failed, as torch's does; a timeout has
+            # received none.
             self._is_silent = received is not None and received == self._batches._rcvd_idx  # type: ignore[attr-defined]  # torch's iterator
             if not self._is_silent:
                 self._num_yielded += 1
@@ -128,7 +133,8 @@ class TorchPass:
         return self._finish(batch, ids, mark)
 
     def close(self) -> None:
-        """End worker processes that do not persist; at once where one may hang, for which torch would wait 5 s."""
+        """End worker processes that do not persist; at once where one may hang, for which torch would wait 5
+        s."""
         if not self._workers or self._keeps_workers:
             return
         if self._is_silent:
@@ -138,21 +144,25 @@ class TorchPass:
         self._batches._shutdown_workers()  # type: ignore[attr-defined]  # torch's iterator
 
     def dropped(self) -> None:
-        """End the workers: an error's traceback may have kept the iterator alive until a garbage collection, which torch would not
-        survive quickly. It waits 5 s for each worker whose queue was collected before it."""
+        """End the workers: an error's traceback may have kept the iterator alive until a garbage collection,
+        which torch would not survive quickly. It waits 5 s for each worker whose queue was collected before
+        it."""
         self.close()
 
     def _check_complete(self, stop: StopIteration) -> None:
-        """Ids without a batch: this is no end, but what a row or collator raised, which torch raises again here."""
+        """Ids without a batch: this is no end, but what a row or collator raised, which torch raises again
+        here."""
         if self._taken:
             raise RuntimeError(
-                f"Making item {self._num_yielded} ({self._taken[0][0]!r:.200}) raised StopIteration, which would have ended the epoch early "
-                "without a word. Raise another error, or leave the item out of the sampler."
+                f"Making item {self._num_yielded} ({self._taken[0][0]!r:.200}) raised StopIteration, which "
+                "would have ended the epoch early without a word. Raise another error, or leave the item "
+                "out of the sampler."
             ) from stop
 
 
 def _forget(iterator: Any) -> None:
-    """Keep torch's signal handler from raising in the main thread when the workers of its iterator are terminated."""
+    """Keep torch's signal handler from raising in the main thread when the workers of its iterator are
+    terminated."""
     torch._C._remove_worker_pids(id(iterator))
     iterator._worker_pids_set = False
 

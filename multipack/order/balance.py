@@ -1,7 +1,7 @@
 """Even out the work of ranks inside one optimizer step.
 
-Gradients of an optimizer step are summed, so the order of its batches is free: dealing them by cost changes which
-rank takes which batch and when, never which sequences a step holds.
+Gradients of an optimizer step are summed, so the order of its batches is free: dealing them by cost changes
+which rank takes which batch and when, never which sequences a step holds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BALANCE_MODES: tuple[BalanceMode, ...] = ("none", "micro_step", "step")
 def batch_cost(tokens: ArrayLike, squares: ArrayLike, hidden_size: int = 4096) -> NDArray[np.float64]:
     """Work of a batch in token units: tokens + sum(length^2) / (12 * hidden_size).
 
-    A decoder layer needs 24 * h^2 FLOPs a token in its matrices and 2 * l^2 * h FLOPs in causal attention over a sequence
-    of l tokens, a ratio of l^2 / (12 * h).
+    A decoder layer needs 24 * h^2 FLOPs a token in its matrices and 2 * l^2 * h FLOPs in causal attention
+    over a sequence of l tokens, a ratio of l^2 / (12 * h).
     """
     return np.asarray(tokens, np.float64) + np.asarray(squares, np.float64) / (12 * hidden_size)
 
@@ -32,17 +32,18 @@ def deal(
     Args:
         costs: cost of each batch in the order of the plan, shape [num_batches].
         num_replicas: number of ranks.
-        mode: "none" deals in turn; "micro_step" gives the ranks of a micro-step neighbours by cost, for FSDP and ZeRO-3,
-            whose ranks meet every micro-step; "step" gives every rank the same number of batches and nearly the same
-            sum (longest processing time first, Graham 1969, then exchanges), for DDP and ZeRO-1/2, whose ranks meet
-            once a step.
+        mode: "none" deals in turn; "micro_step" gives the ranks of a micro-step neighbours by cost, for FSDP
+            and ZeRO-3, whose ranks meet every micro-step; "step" gives every rank the same number of batches
+            and nearly the same sum (longest processing time first, Graham 1969, then exchanges), for DDP and
+            ZeRO-1/2, whose ranks meet once a step.
         accumulate: micro-steps of an optimizer step; None when all batches belong to one step.
-        window: optimizer steps between which batches may move. Above 1, the batches of so many steps are cut into strata
-            by cost, and each step takes one group of every stratum, in a low-discrepancy order.
+        window: optimizer steps between which batches may move. Above 1, the batches of so many steps are cut
+            into strata by cost, and each step takes one group of every stratum, in a low-discrepancy order.
 
     Returns:
-        Batch of each micro-step and rank, shape [num_batches // num_replicas, num_replicas]. What does not fill a
-        micro-step is left out: the last batches of the plan, or the cheapest ones of the last step when sorting.
+        Batch of each micro-step and rank, shape [num_batches // num_replicas, num_replicas]. What does not
+        fill a micro-step is left out: the last batches of the plan, or the cheapest ones of the last step
+        when sorting.
 
     Raises:
         ValueError: an unknown mode, or num_replicas, accumulate or window below 1.
@@ -78,7 +79,8 @@ def _deal_step(
 
 
 def _stratify(work: NDArray[np.float64], num_replicas: int, window: int) -> NDArray[np.int64]:
-    """Order batches so that each of `window` steps holds one group of neighbours by cost from every stratum."""
+    """Order batches so that each of `window` steps holds one group of neighbours by cost from every
+    stratum."""
     groups = np.argsort(-work, kind="stable").reshape(
         -1, window, num_replicas
     )  # [stratum, place in it, rank]
@@ -123,12 +125,14 @@ def _exchange(work: NDArray[np.float64], dealt: NDArray[np.int64]) -> NDArray[np
 
 
 def loss_of_balance(costs: ArrayLike, dealt: NDArray[Any], *, meet_every_micro_step: bool) -> float:
-    """Time of a step over the time it would take with perfect balance, 1 or more: the slowest rank over the mean.
+    """Time of a step over the time it would take with perfect balance, 1 or more: the slowest rank over the
+    mean.
 
     Args:
         costs: cost of each batch.
         dealt: answer of `deal`.
-        meet_every_micro_step: ranks wait for each other after each micro-step (FSDP, ZeRO-3), or once a step (DDP).
+        meet_every_micro_step: ranks wait for each other after each micro-step (FSDP, ZeRO-3), or once a step
+            (DDP).
     """
     work = np.asarray(costs, np.float64)[dealt]
     slowest = work.max(axis=1).sum() if meet_every_micro_step else work.sum(axis=0).max()

@@ -1,6 +1,7 @@
 """One rank's batch as row ids, and where the run stands behind it.
 
-The one rule: a batch says everything about itself, so no one who holds it has to ask the sampler that made it.
+The one rule: a batch says everything about itself, so no one who holds it has to ask the sampler that made
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class LeftOut:
 
 
 class BatchIndices(list[int]):
-    """Row ids of one batch, and what a collator and a loader must know beside them. Survives pickling and plain loaders.
+    """Row ids of one batch, and what a collator and a loader must know beside them. Survives pickling and
+    plain loaders.
 
     Args:
         rows: row ids, bin after bin.

@@ -1,7 +1,7 @@
 """Concat-and-chunk: documents laid end to end in a seeded order, and cut into bins of equal size.
 
-One rule: a bin is a range of that one long sequence of tokens. It needs the sum of the lengths before it and nothing
-else, so any bin can be had without the bins before, and no token is lost or comes twice.
+One rule: a bin is a range of that one long sequence of tokens. It needs the sum of the lengths before it and
+nothing else, so any bin can be had without the bins before, and no token is lost or comes twice.
 
 Documents of 6 and 3 tokens, capacity 4, in the order of rows:
 ```
@@ -61,18 +61,19 @@ class ConcatPlan:
     """The bins of one epoch, each full but the last.
 
     Args:
-        lengths: token counts, shape [num_rows], any integer dtype, each at least 1, also above the capacity. Not copied.
+        lengths: token counts, shape [num_rows], any integer dtype, each at least 1, also above the capacity.
+            Not copied.
         capacity: tokens of a bin.
         epoch, seed: name the order of rows and of bins.
         shuffle: False keeps the order of rows, and bins as they come.
-        boundaries: what attention and positions know of: each "document" alone, or the "bin" as one sequence. Changes
-            `costs` alone.
-        window: bins among which bins are shuffled, about; None for 8192. Neighbours in a document are then far apart in an
-            epoch, as Megatron's shuffle index and OLMo-core's have it.
+        boundaries: what attention and positions know of: each "document" alone, or the "bin" as one sequence.
+            Changes `costs` alone.
+        window: bins among which bins are shuffled, about; None for 8192. Neighbours in a document are then
+            far apart in an epoch, as Megatron's shuffle index and OLMo-core's have it.
         shuffle_block: permute blocks of that many neighbouring rows, for data sets on slow disks.
 
-    A row of n tokens is in up to ceil(n / capacity) + 1 bins. One sum a window is kept; reaching a bin needs the lengths of all rows
-    before it once, 10 to 20 ns each.
+    A row of n tokens is in up to ceil(n / capacity) + 1 bins. One sum a window is kept; reaching a bin needs
+    the lengths of all rows before it once, 10 to 20 ns each.
 
     Raises:
         TypeError: the lengths are no whole numbers.
@@ -112,7 +113,8 @@ class ConcatPlan:
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        # Invariant: _before[w] is the number of tokens before window w, for as many windows as were summed in a row.
+        # Invariant: _before[w] is the number of tokens before window w, for as many windows as were summed in
+        # a row.
         self._before = [0]
         self._windows: OrderedDict[int, _Window] = OrderedDict()
         self._orders: OrderedDict[int, NDArray[np.int32]] = OrderedDict()
@@ -167,7 +169,8 @@ class ConcatPlan:
         return [self._bin(i) for i in range(start, min(stop, len(self)))]
 
     def ids(self, start: int, stop: int) -> list[list[int]]:
-        """Bins start..stop-1 as batches carry them: each fragment is a `Part`, a row id that knows its tokens."""
+        """Bins start..stop-1 as batches carry them: each fragment is a `Part`, a row id that knows its
+        tokens."""
         return [
             [Part(*part) for part in zip(*map(np.ndarray.tolist, content), strict=True)]
             for content in self.bins(start, stop)
@@ -234,7 +237,8 @@ class ConcatPlan:
                 self._window_at(first)
 
     def _window_at(self, token: int) -> int:
-        """The window that holds a token of the epoch; sums the windows before it where they are not yet summed."""
+        """The window that holds a token of the epoch; sums the windows before it where they are not yet
+        summed."""
         while self._before[-1] <= token:
             known = len(self._before) - 1
             missing = range(known, min(known + _AT_ONCE, len(self._edges) - 1))
@@ -298,8 +302,8 @@ def _check_not_empty(lengths: NDArray[Any]) -> None:
     if lengths.size and int(lengths.min()) < 1:
         row = int(np.argmax(lengths < 1))
         raise ValueError(
-            f"row {row} has length {int(lengths[row])}, below 1: it would be a document without tokens. Leave such rows out; "
-            "TokenDataset does."
+            f"row {row} has length {int(lengths[row])}, below 1: it would be a document without tokens. "
+            "Leave such rows out; TokenDataset does."
         )
 
 
@@ -312,7 +316,8 @@ def check_unlimited(max_sequences_per_bin: int | None, together: object, align_t
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name} does not go with method='concat', which fills every bin whatever it holds: leave it out, or use another method."
+                f"{name} does not go with method='concat', which fills every bin whatever it holds: leave it "
+                "out, or use another method."
             )
 
 

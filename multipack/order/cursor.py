@@ -1,7 +1,7 @@
 """Where the consumer of a source stands.
 
-The one rule: only consuming moves it, and only the newest pass counts. Whoever consumed a batch hands over the mark that came with
-it; what a prefetcher ran ahead with is unknown here, so ranks cannot disagree.
+The one rule: only consuming moves it, and only the newest pass counts. Whoever consumed a batch hands over
+the mark that came with it; what a prefetcher ran ahead with is unknown here, so ranks cannot disagree.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class Cursor(Generic[M]):
         restart: the start of the epoch of a mark, where a pass begins that resumes nothing.
     """
 
-    # Invariant: `mark` is where a run resumes. `_loaded`: it was loaded and no batch was consumed since, so the next pass begins
-    # there. `_newest` numbers the only pass whose batches count; going anywhere takes a new number, and leaves no pass that counts.
+    # Invariant: `mark` is where a run resumes. `_loaded`: it was loaded and no batch was consumed since, so
+    # the next pass begins there. `_newest` numbers the only pass whose batches count; going anywhere takes a
+    # new number, and leaves no pass that counts.
     def __init__(self, mark: M, restart: Callable[[M], M]) -> None:
         self.mark = mark
         self._restart = restart
@@ -55,7 +56,8 @@ class Cursor(Generic[M]):
         self._move(mark, loaded=False)
 
     def was_interrupted(self, number: int) -> bool:
-        """Whether a mark was loaded while pass `number` was the newest, and no other pass has resumed there since."""
+        """Whether a mark was loaded while pass `number` was the newest, and no other pass has resumed there
+        since."""
         return self._loaded and number == self._interrupted
 
     def _move(self, mark: M, *, loaded: bool) -> None:

@@ -1,7 +1,7 @@
 """Deal the batches of an order to ranks.
 
-Every rank computes the same dealing from the same numbers and takes its own share, so no rank ever talks to another and all have the
-same number of batches: a rank that took an extra step would deadlock the others.
+Every rank computes the same dealing from the same numbers and takes its own share, so no rank ever talks to
+another and all have the same number of batches: a rank that took an extra step would deadlock the others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Dealing:
             object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
         if self.balance == "none" and self.balance_window > 1:
             raise ValueError(
-                f"balance_window is {self.balance_window} but balance is 'none': choose 'micro_step' or 'step'."
+                f"balance_window is {self.balance_window} but balance is 'none': choose 'micro_step' or "
+                "'step'."
             )
 
     @property
@@ -81,7 +82,8 @@ class Dealing:
         return order.has(first + self.num_replicas - 1 if self.tail == "drop" else first)
 
     def after(self, order: Order, place: Place, steps: int = 1) -> Place:
-        """Where a run resumes `steps` micro-steps after `place`: behind the last one the next epoch begins."""
+        """Where a run resumes `steps` micro-steps after `place`: behind the last one the next epoch
+        begins."""
         if self.balance == "none":  # any micro-step is a place in the global order
             moved = Place(place.epoch, place.batches + steps * self.num_replicas)
         else:
@@ -105,7 +107,8 @@ class Dealing:
             step = 0
 
     def step(self, order: Order, step: int) -> list[list[BatchIndices]]:
-        """Batches of an optimizer step by micro-step and rank, counted from the start of the epoch; none behind its end."""
+        """Batches of an optimizer step by micro-step and rank, counted from the start of the epoch; none
+        behind its end."""
         window, inside = divmod(step, self.balance_window)
         start = window * self.group
         count = count_batches(order, start, self.group)
@@ -124,7 +127,8 @@ class Dealing:
         """Global batches first..stop-1 of optimizer steps, counted from the start of the epoch.
 
         Raises:
-            ValueError: there is no such step, or only some of the steps among which batches are dealt are given.
+            ValueError: there is no such step, or only some of the steps among which batches are dealt are
+                given.
         """
         ranges = []
         for window in sorted({step // self.balance_window for step in steps}):
@@ -135,13 +139,14 @@ class Dealing:
             asked = {step for step in steps if step // self.balance_window == window}
             if asked - held:
                 raise ValueError(
-                    f"epoch {order.epoch} has no step {min(asked - held)}: it has {self.optimizer_steps(len(order))} optimizer "
-                    "steps, from 0."
+                    f"epoch {order.epoch} has no step {min(asked - held)}: it has "
+                    f"{self.optimizer_steps(len(order))} optimizer steps, from 0."
                 )
             if held - asked:
                 raise ValueError(
-                    f"balance_window={self.balance_window} deals batches among steps {min(held)} to {max(held)}, so step "
-                    f"{min(held - asked)} cannot stay without the others: name all of them, or use balance_window=1."
+                    f"balance_window={self.balance_window} deals batches among steps {min(held)} to "
+                    f"{max(held)}, so step {min(held - asked)} cannot stay without the others: name all of "
+                    "them, or use balance_window=1."
                 )
             ranges.append((start, start + count))
         return ranges
@@ -150,25 +155,28 @@ class Dealing:
         """Refuse, under "error", batches from `start` on that do not fill a last micro-step."""
         if self.tail == "error" and (left := (len(order) - start) % self.num_replicas):
             raise ValueError(
-                f"{len(order) - start} batches cannot be dealt to {self.num_replicas} ranks evenly: {left} are left over, "
-                "and tail is 'error'. Use tail='split', 'pad' or 'drop', or a number of ranks that divides them."
+                f"{len(order) - start} batches cannot be dealt to {self.num_replicas} ranks evenly: {left} "
+                "are left over, and tail is 'error'. Use tail='split', 'pad' or 'drop', or a number of "
+                "ranks that divides them."
             )
 
     def check_not_empty(self, order: Order) -> None:
-        """Refuse to deal nothing: a rank without a batch would train zero steps, and look as if all went well."""
+        """Refuse to deal nothing: a rank without a batch would train zero steps, and look as if all went
+        well."""
         self.check_tail(order)
         if self.has_more(order, Place(order.epoch)):
             return
         if not len(order):
             raise ValueError(f"{order}: there is nothing to train on. Check the data set and the batch size.")
         raise ValueError(
-            f"{order}: too few to give {self.num_replicas} ranks (accumulate={self.accumulate}) a batch each with "
-            f"tail={self.tail!r}, so every rank would train zero steps. Use at most {len(order)} ranks, a smaller capacity or "
-            "batch, or tail='split'."
+            f"{order}: too few to give {self.num_replicas} ranks (accumulate={self.accumulate}) a batch each "
+            f"with tail={self.tail!r}, so every rank would train zero steps. Use at most {len(order)} ranks, "
+            "a smaller capacity or batch, or tail='split'."
         )
 
     def _deal_group(self, order: Order, start: int, count: int) -> tuple[NDArray[np.int64], list[int]]:
-        """Batches of each micro-step and rank of the group that begins at `start`, and those that fill none."""
+        """Batches of each micro-step and rank of the group that begins at `start`, and those that fill
+        none."""
         if self.balance == "none":
             whole = count // self.num_replicas * self.num_replicas
             dealt = np.arange(start, start + whole).reshape(-1, self.num_replicas)
@@ -212,8 +220,8 @@ class Dealing:
     def _report(self, epoch: int, left_out: LeftOut) -> None:
         if self.rank == 0 and left_out.sequences:
             _logger.warning(
-                "epoch %d leaves out %d sequences of %d tokens, which fill no last batch on every rank (drop_last, tail='drop'). "
-                "tail='split' and drop_last=False use them.",
+                "epoch %d leaves out %d sequences of %d tokens, which fill no last batch on every rank "
+                "(drop_last, tail='drop'). tail='split' and drop_last=False use them.",
                 epoch,
                 left_out.sequences,
                 left_out.tokens,
@@ -225,8 +233,9 @@ def redeal(
 ) -> list[BatchIndices]:
     """Split fewer batches than ranks so that every rank gets some of their sequences.
 
-    The heaviest part is halved until there are enough; a part is a subset of one batch, so capacity is kept, and a group stays
-    whole. With fewer sequences (or groups) than ranks the last ranks repeat the first ones' parts, marked as repeats.
+    The heaviest part is halved until there are enough; a part is a subset of one batch, so capacity is kept,
+    and a group stays whole. With fewer sequences (or groups) than ranks the last ranks repeat the first ones'
+    parts, marked as repeats.
 
     Args:
         batches: the batches of the last micro-step, 1..num_replicas.

@@ -1,8 +1,8 @@
 """Rows that stay together: pairs of a preference, answers to one prompt, turns of one conversation.
 
-The planner packs groups as if each were one sequence of all its tokens and expands them afterwards, so that the rows of a group
-share a bin, beside each other and in the order of the source. One rule: a group is named by the order of first appearance of its
-key, so the same keys give the same groups in every process.
+The planner packs groups as if each were one sequence of all its tokens and expands them afterwards, so that
+the rows of a group share a bin, beside each other and in the order of the source. One rule: a group is named
+by the order of first appearance of its key, so the same keys give the same groups in every process.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Groups:
         """Refuse groups of another number of rows."""
         if self.num_rows != num_rows:
             raise ValueError(
-                f"together has {self.num_rows} keys for {num_rows} rows: some rows would belong to no group. Pass one key a "
-                "row, in the order of the rows."
+                f"together has {self.num_rows} keys for {num_rows} rows: some rows would belong to no group. "
+                "Pass one key a row, in the order of the rows."
             )
 
     def check_tokens(self, tokens: NDArray[np.int64], capacity: int) -> None:
@@ -122,10 +122,10 @@ class Groups:
             g = int(np.argmax(over))
             rows = self.rows(g)
             raise ValueError(
-                f"group {self.names[g]!s} has {int(tokens[g])} tokens in {len(rows)} rows (the first is row {int(rows[0])}), "
-                f"above the capacity of {capacity}; {int(over.sum())} groups are too long, the longest has "
-                f"{int(tokens.max())}. Their rows could not share a bin: raise the capacity, shorten the rows (max_length of "
-                "TokenDataset), or leave these groups out."
+                f"group {self.names[g]!s} has {int(tokens[g])} tokens in {len(rows)} rows (the first is row "
+                f"{int(rows[0])}), above the capacity of {capacity}; {int(over.sum())} groups are too long, "
+                f"the longest has {int(tokens.max())}. Their rows could not share a bin: raise the capacity, "
+                "shorten the rows (max_length of TokenDataset), or leave these groups out."
             )
 
     def limit(self, max_sequences_per_bin: int | None) -> int | None:
@@ -139,8 +139,9 @@ class Groups:
         if self.largest > max_sequences_per_bin:
             g = int(np.argmax(np.diff(self.starts)))
             raise ValueError(
-                f"group {self.names[g]!s} has {self.largest} rows, above max_sequences_per_bin={max_sequences_per_bin}: they "
-                f"could not share a bin. Raise the limit to {self.largest}, or leave such groups out."
+                f"group {self.names[g]!s} has {self.largest} rows, above "
+                f"max_sequences_per_bin={max_sequences_per_bin}: they could not share a bin. Raise the limit "
+                f"to {self.largest}, or leave such groups out."
             )
         return max_sequences_per_bin // self.largest
 
@@ -167,8 +168,8 @@ def _checked_keys(keys: ArrayLike) -> NDArray[Any]:
         values = values.astype(str)
     if values.dtype.kind not in "iubUS":
         raise TypeError(
-            f"the keys of together must be whole numbers or strings, not {values.dtype}: key 0 is {values[0]!r}. Rows belong "
-            "together where their keys are equal; number them, or name them."
+            f"the keys of together must be whole numbers or strings, not {values.dtype}: key 0 is "
+            f"{values[0]!r}. Rows belong together where their keys are equal; number them, or name them."
         )
     return values
 

@@ -1,6 +1,7 @@
 """Batch samplers that are not ours, as an order: read once a pass, in the order in which they yield.
 
-What a foreign sampler must keep to, so that ranks can share it: a length, which is exact, and the same order on every rank.
+What a foreign sampler must keep to, so that ranks can share it: a length, which is exact, and the same order
+on every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ MOST_REPEATS = 4096
 
 
 class ListedOrder(Order):
-    """The batches of a foreign batch sampler. Batches are asked for in ascending order, but the first ones at any time.
+    """The batches of a foreign batch sampler. Batches are asked for in ascending order, but the first ones at
+    any time.
 
     Raises:
         TypeError: it has no length.
@@ -30,7 +32,8 @@ class ListedOrder(Order):
     def __init__(self, batch_sampler: Any, epoch: int = 0) -> None:
         self._batch_sampler = batch_sampler
         self.epoch = epoch
-        # A sampler that follows `set_epoch`, or that draws nothing, has the same order whenever it is at the same epoch.
+        # A sampler that follows `set_epoch`, or that draws nothing, has the same order whenever it is at the
+        # same epoch.
         chain = _chain(batch_sampler)
         self.is_resumable = any(hasattr(s, "set_epoch") for s in chain) or all(
             not hasattr(s, "generator") for s in chain
@@ -51,13 +54,14 @@ class ListedOrder(Order):
         for sampler in _chain(batch_sampler):
             if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
                 raise ValueError(
-                    f"the batch sampler's DistributedSampler already deals rows to {sampler.num_replicas} ranks: each rank "
-                    "would get a share of its share. Give it a sampler over all rows."
+                    f"the batch sampler's DistributedSampler already deals rows to {sampler.num_replicas} "
+                    "ranks: each rank would get a share of its share. Give it a sampler over all rows."
                 )
             if getattr(sampler, "generator", ...) is None:
                 raise ValueError(
-                    f"{type(sampler).__qualname__} has no generator: it would draw another order on each rank, and rows would "
-                    "be repeated and lost. Pass generator=torch.Generator().manual_seed(seed), the same on every rank."
+                    f"{type(sampler).__qualname__} has no generator: it would draw another order on each "
+                    "rank, and rows would be repeated and lost. Pass "
+                    "generator=torch.Generator().manual_seed(seed), the same on every rank."
                 )
         return cls(batch_sampler)
 
@@ -116,8 +120,8 @@ class ListedOrder(Order):
         if count != announced:
             raise ValueError(
                 f"{type(self._batch_sampler).__qualname__} has a length of {announced} but gives "
-                f"{'more' if count > announced else count} batches: ranks and schedules that count on the length would wait "
-                "or stop short. Make its __len__ exact."
+                f"{'more' if count > announced else count} batches: ranks and schedules that count on the "
+                "length would wait or stop short. Make its __len__ exact."
             )
 
     def _tell_epoch(self) -> None:

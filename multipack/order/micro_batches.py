@@ -1,6 +1,8 @@
-"""Split the sequences of one optimizer step into equal numbers of micro-batches on every rank, as RL updates need.
+"""Split the sequences of one optimizer step into equal numbers of micro-batches on every rank, as RL updates
+need.
 
-A pure function of the lengths: every rank computes the whole split and takes its own column, so that no rank waits for another.
+A pure function of the lengths: every rank computes the whole split and takes its own column, so that no rank
+waits for another.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def split_micro_batches(
     groups: Groups | ArrayLike | None = None,
     multiple_of: int = 1,
 ) -> list[list[BatchIndices]]:
-    """Spread sequences over ranks in as few rounds of micro-batches as hold them, with costs as even as can be.
+    """Spread sequences over ranks in as few rounds of micro-batches as hold them, with costs as even as can
+    be.
 
     Args:
         lengths: tokens of every sequence, shape [num_sequences], each in 1..capacity.
@@ -39,19 +42,20 @@ def split_micro_batches(
         multiple_of: the number of micro-steps is a multiple of this, as interleaved pipelines need.
 
     Returns:
-        Micro-batches by micro-step and rank, `answer[micro_step][rank]`: positions in the lengths, at least one. Each sequence is
-        in exactly one that is not `repeated`; those that are only keep their rank in step, because there are fewer sequences (or
-        groups) than micro-batches, and count for nothing.
+        Micro-batches by micro-step and rank, `answer[micro_step][rank]`: positions in the lengths, at least
+        one. Each sequence is in exactly one that is not `repeated`; those that are only keep their rank in
+        step, because there are fewer sequences (or groups) than micro-batches, and count for nothing.
 
     Raises:
         TypeError: a number is no whole number, or the groups' keys are neither whole numbers nor strings.
-        ValueError: there is no sequence, a length or the sum of a group is outside 1..capacity (names it), or num_replicas or
-            multiple_of is below 1.
+        ValueError: there is no sequence, a length or the sum of a group is outside 1..capacity (names it), or
+            num_replicas or multiple_of is below 1.
     """
     sizes = as_lengths(lengths)
     if sizes.size == 0 or num_replicas < 1:
         raise ValueError(
-            f"{sizes.size} sequences cannot be split over {num_replicas} ranks: no rank would have a micro-batch."
+            f"{sizes.size} sequences cannot be split over {num_replicas} ranks: no rank would have a "
+            "micro-batch."
         )
     check_lengths(sizes, checked_capacity(capacity))
     wide = sizes.astype(np.int64)
@@ -79,7 +83,8 @@ def _even_bins_of_groups(lengths: Rows, capacity: int, round_of: int, groups: Gr
 
 
 def _even_bins(lengths: Rows, capacity: int, round_of: int) -> list[Rows]:
-    """Bins of similar size, a multiple of `round_of`, as few as packing needs; fewer only if there are too few sequences."""
+    """Bins of similar size, a multiple of `round_of`, as few as packing needs; fewer only if there are too
+    few sequences."""
     packing = min((pack(lengths, capacity, method=m) for m in ("best_fit_decreasing", "fewest")), key=len)
     packed = [np.asarray(packing[b], np.int64) for b in range(len(packing))]
     num_bins = min(-(-len(packed) // round_of) * round_of, len(lengths))
@@ -90,7 +95,8 @@ def _even_bins(lengths: Rows, capacity: int, round_of: int) -> list[Rows]:
 
 
 def _longest_first(lengths: Rows, num_bins: int) -> list[Rows]:
-    """The longest sequence left goes to the bin with the fewest tokens (Graham 1969); bins may end above the capacity."""
+    """The longest sequence left goes to the bin with the fewest tokens (Graham 1969); bins may end above the
+    capacity."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     emptiest = [(0, b) for b in range(num_bins)]
     for row in np.argsort(-lengths, kind="stable"):
@@ -101,7 +107,8 @@ def _longest_first(lengths: Rows, num_bins: int) -> list[Rows]:
 
 
 def _split_longest(bins: list[Rows], lengths: Rows, num_bins: int) -> list[Rows]:
-    """Halve the bins with the most tokens until there are `num_bins`, which is at most the number of sequences."""
+    """Halve the bins with the most tokens until there are `num_bins`, which is at most the number of
+    sequences."""
     while len(bins) < num_bins:
         widest = max((b for b in range(len(bins)) if len(bins[b]) > 1), key=lambda b: lengths[bins[b]].sum())
         halves = _longest_first(lengths[bins[widest]], 2)

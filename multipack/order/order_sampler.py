@@ -1,6 +1,7 @@
 """What every sampler is: an order, this rank's share of it, and where the consumer stands.
 
-The one rule: reading is pure, and only a batch that was handed to the consumer moves the cursor, by the mark it carries.
+The one rule: reading is pure, and only a batch that was handed to the consumer moves the cursor, by the mark
+it carries.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 class OrderSampler(Sampler[list[int]]):
     """What both samplers share: the batches of an order that one rank takes, and the place of their consumer.
 
-    An epoch that was wholly consumed advances to the next one, so forgetting `set_epoch` repeats no data. A pass that was broken off
-    begins again; a loaded place is used once, by the next pass.
+    An epoch that was wholly consumed advances to the next one, so forgetting `set_epoch` repeats no data. A
+    pass that was broken off begins again; a loaded place is used once, by the next pass.
     """
 
     batch_size = None
@@ -78,7 +79,8 @@ class OrderSampler(Sampler[list[int]]):
 
     @property
     def left_out(self) -> LeftOut:
-        """Sequences and tokens that the current epoch leaves out over all ranks, because of `drop_last` or tail="drop"."""
+        """Sequences and tokens that the current epoch leaves out over all ranks, because of `drop_last` or
+        tail="drop"."""
         return self.dealing.left_out(self._kept(self.epoch))
 
     def num_batches(self, epoch: int) -> int:
@@ -91,43 +93,48 @@ class OrderSampler(Sampler[list[int]]):
     def rows_of(self, step: int, epoch: int | None = None) -> list[list[BatchIndices]]:
         """Row ids of an optimizer step on all ranks. A pure look at the plan: nothing is read or moved.
 
-        Steps are counted from the start of the epoch, with this sampler's ranks and `accumulate`. A run that changed those inside
-        the epoch took other steps before the change. Steps that `skip_steps` leaves out keep their numbers.
+        Steps are counted from the start of the epoch, with this sampler's ranks and `accumulate`. A run that
+        changed those inside the epoch took other steps before the change. Steps that `skip_steps` leaves out
+        keep their numbers.
 
         Args:
             step: optimizer step of the epoch, from 0.
             epoch: its number; None for the current one.
 
         Returns:
-            Batches by micro-step and rank, `answer[micro_step][rank]`: lists of row ids that also name their bins, and whether they
-            only repeat others.
+            Batches by micro-step and rank, `answer[micro_step][rank]`: lists of row ids that also name their
+            bins, and whether they only repeat others.
 
         Raises:
-            ValueError: the epoch has no such step, `tail` refuses it, or the wrapped sampler draws its order from a generator.
+            ValueError: the epoch has no such step, `tail` refuses it, or the wrapped sampler draws its order
+                from a generator.
         """
         number = whole_number("step", step, 0)
         order = self._named(epoch)
         found = self.dealing.step(order, number)
         if not found:
             raise ValueError(
-                f"epoch {order.epoch} has no step {number}: it has {self.dealing.optimizer_steps(len(order))} optimizer steps, from 0."
+                f"epoch {order.epoch} has no step {number}: it has "
+                f"{self.dealing.optimizer_steps(len(order))} optimizer steps, from 0."
             )
         return found
 
     def skip_steps(self, steps: Iterable[int], epoch: int | None = None) -> None:
         """Leave optimizer steps of an epoch out: their rows are not read. Call it on every rank.
 
-        Steps are numbered as by `rows_of`, also when others are skipped already, so saying the same twice changes nothing. What is
-        left out is kept in the state as global batches, so it stays out on any number of ranks. An open pass follows with its next
-        batch; a pass that was broken off resumes where it stood.
+        Steps are numbered as by `rows_of`, also when others are skipped already, so saying the same twice
+        changes nothing. What is left out is kept in the state as global batches, so it stays out on any
+        number of ranks. An open pass follows with its next batch; a pass that was broken off resumes where it
+        stood.
 
         Args:
             steps: such as range(4, 7).
             epoch: its number; None for the current one.
 
         Raises:
-            ValueError: the epoch has no such step, it was begun already, nothing of the epoch would be left, `balance_window` deals
-                batches over more steps than these, or the wrapped sampler draws its order from a generator.
+            ValueError: the epoch has no such step, it was begun already, nothing of the epoch would be left,
+                `balance_window` deals batches over more steps than these, or the wrapped sampler draws its
+                order from a generator.
         """
         order = self._named(epoch)
         ranges = self.dealing.batches_of(order, {whole_number("step", step, 0) for step in steps})
@@ -137,8 +144,8 @@ class OrderSampler(Sampler[list[int]]):
         place = self._moved(self._whole_place(), self._skipped, skipped)
         if not self.dealing.has_more(kept, place if order.epoch == mark.epoch else Place(order.epoch)):
             raise ValueError(
-                f"nothing of epoch {order.epoch} would be left after skipping {len(ranges)} ranges of steps: a pass would be empty. "
-                f"Skip fewer steps, or go on with set_epoch({order.epoch + 1})."
+                f"nothing of epoch {order.epoch} would be left after skipping {len(ranges)} ranges of steps: "
+                f"a pass would be empty. Skip fewer steps, or go on with set_epoch({order.epoch + 1})."
             )
         self._skipped = skipped
         if order.epoch == mark.epoch:
@@ -146,11 +153,13 @@ class OrderSampler(Sampler[list[int]]):
 
     @property
     def skipped(self) -> list[list[int]]:
-        """What `skip_steps` leaves out: epoch, first global batch and the one behind the last, of each range."""
+        """What `skip_steps` leaves out: epoch, first global batch and the one behind the last, of each
+        range."""
         return as_state(self._skipped)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; the epoch it already is in keeps its place, as after `load_state_dict`."""
+        """Go to the start of `epoch`; the epoch it already is in keeps its place, as after
+        `load_state_dict`."""
         number = whole_number("epoch", epoch, 0)
         if number != self.epoch:
             self.cursor.restart_at(Place(number))
@@ -179,8 +188,9 @@ class OrderSampler(Sampler[list[int]]):
         """
         if not 0 <= num_batches <= self.remaining:
             raise ValueError(
-                f"cannot skip {num_batches} batches: epoch {self.epoch} has {self.remaining} left for this rank. Was the number "
-                "saved with other data or another number of ranks? load_state_dict resumes on any number of ranks."
+                f"cannot skip {num_batches} batches: epoch {self.epoch} has {self.remaining} left for this "
+                "rank. Was the number saved with other data or another number of ranks? load_state_dict "
+                "resumes on any number of ranks."
             )
         start = self.cursor.start
         self.cursor.go_to(self.dealing.after(self._kept(start.epoch), start, num_batches))
@@ -188,7 +198,8 @@ class OrderSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """Where the consumer stands: plain integers and strings, the same on every rank.
 
-        `batches` counts those that `skip_steps` leaves out too, and `skipped` is only there where it leaves out some.
+        `batches` counts those that `skip_steps` leaves out too, and `skipped` is only there where it leaves
+        out some.
         """
         place = self._whole_place()
         state = {
@@ -200,11 +211,12 @@ class OrderSampler(Sampler[list[int]]):
         return state | ({"skipped": self.skipped} if self._skipped else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place; the next batch is the one that comes there. Skipped are the steps of the state and those of before.
+        """Go to a saved place; the next batch is the one that comes there. Skipped are the steps of the state
+        and those of before.
 
         Raises:
-            ValueError: the state is of another version or of other data (names what differs), or was saved inside a balanced
-                optimizer step that is dealt otherwise here.
+            ValueError: the state is of another version or of other data (names what differs), or was saved
+                inside a balanced optimizer step that is dealt otherwise here.
         """
         place = Place(int(state["epoch"]), int(state["batches"]), int(state.get("micro_steps", 0)))
         then = from_state(state.get("skipped", ()))
@@ -219,8 +231,8 @@ class OrderSampler(Sampler[list[int]]):
         order = self._order.at(self.epoch if epoch is None else whole_number("epoch", epoch, 0))
         if not order.is_resumable:
             raise ValueError(
-                f"{order}: its order is not named by the epoch alone, so the rows of a step are unknown before they are read. "
-                "Use MultipackBatchSampler, or a sampler with set_epoch."
+                f"{order}: its order is not named by the epoch alone, so the rows of a step are unknown "
+                "before they are read. Use MultipackBatchSampler, or a sampler with set_epoch."
             )
         return order
 
@@ -235,7 +247,8 @@ class OrderSampler(Sampler[list[int]]):
         return Place(mark.epoch, number, mark.micro_steps)
 
     def _moved(self, place: Place, then: Skipped, now: Skipped) -> Place:
-        """A place in batches of the whole epoch that was reached with `then` left out, as a mark with `now` left out."""
+        """A place in batches of the whole epoch that was reached with `then` left out, as a mark with `now`
+        left out."""
         order = self._order.at(place.epoch)
         before, after = SkippingOrder(order, then), SkippingOrder(order, now)
         begun = place.batches
@@ -243,8 +256,9 @@ class OrderSampler(Sampler[list[int]]):
             begun = before.number_of(before.kept_before(begun) + self.dealing.group - 1) + 1
         if before.kept_before(begun) != after.kept_before(begun):
             raise ValueError(
-                f"cannot skip steps of epoch {place.epoch} that were begun already: its first {begun} global batches are trained "
-                "or under way. Skip later steps, or load a state that was saved before them."
+                f"cannot skip steps of epoch {place.epoch} that were begun already: its first {begun} global "
+                "batches are trained or under way. Skip later steps, or load a state that was saved before "
+                "them."
             )
         return Place(place.epoch, after.kept_before(place.batches), place.micro_steps)
 

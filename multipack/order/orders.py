@@ -1,7 +1,7 @@
 """The order of the batches of an epoch, before ranks: of packed bins, or of rows without packing.
 
-The one rule: an order is a pure function of its inputs and the epoch. Looking at it moves nothing, so every rank and every thread may
-ask for any batch at any time.
+The one rule: an order is a pure function of its inputs and the epoch. Looking at it moves nothing, so every
+rank and every thread may ask for any batch at any time.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Order(ABC):
             ValueError: lengths are unknown.
         """
         raise ValueError(
-            f"balance needs the costs of batches, which are unknown: {self}. Use MultipackBatchSampler, or balance='none'."
+            f"balance needs the costs of batches, which are unknown: {self}. Use MultipackBatchSampler, or "
+            "balance='none'."
         )
 
     def early(self, i: int) -> BatchIndices:
@@ -106,7 +107,8 @@ def count_batches(order: Order, start: int, most: int) -> int:
 
 
 class BinOrder(Order):
-    """Batches of `bins_per_batch` neighbouring bins of a plan; only windows that are asked for are planned."""
+    """Batches of `bins_per_batch` neighbouring bins of a plan; only windows that are asked for are
+    planned."""
 
     def __init__(
         self, plan: EpochPlan | ConcatPlan, bins_per_batch: int = 1, drop_last: bool = False
@@ -177,8 +179,8 @@ class BinOrder(Order):
     def __str__(self) -> str:
         plan = self.plan
         return (
-            f"{plan.num_rows} sequences of {plan.num_tokens} tokens make {len(plan)} bins of {plan.capacity} tokens, "
-            f"{len(self)} batches of {self.bins_per_batch}"
+            f"{plan.num_rows} sequences of {plan.num_tokens} tokens make {len(plan)} bins of {plan.capacity} "
+            f"tokens, {len(self)} batches of {self.bins_per_batch}"
         )
 
 
@@ -234,7 +236,8 @@ class RowOrder(Order):
 
     @property
     def fingerprint(self) -> str:
-        # The first four are what positions held when torch's BatchSampler gave this order; see `check_fingerprint`.
+        # The first four are what positions held when torch's BatchSampler gave this order; see
+        # `check_fingerprint`.
         described: dict[str, Any] = {
             "batch_sampler": "BatchSampler",
             "num_batches": len(self),

@@ -71,15 +71,16 @@ class Packing:
 
     @property
     def efficiency(self) -> float:
-        """Share of token slots that hold a token, 0..1. Next-fit on typical text gives 0.9; expect above 0.999."""
+        """Share of token slots that hold a token, 0..1. Next-fit on typical text gives 0.9; expect above
+        0.999."""
         return self.num_tokens / (len(self) * self.capacity) if len(self) else 0.0
 
     @cached_property
     def lower_bound(self) -> int:
-        """No packing uses fewer bins: the largest of ceil(tokens / capacity), the Martello-Toth bound L2 (Knapsack
-        Problems, 1990) and bounds by dual feasible functions, which see that a bin of 384 tokens holds three
-        sequences of 100 to 128 but only two of 129 or more. Groups count as one sequence each. When `len` equals it, the
-        packing is optimal."""
+        """No packing uses fewer bins: the largest of ceil(tokens / capacity), the Martello-Toth bound L2
+        (Knapsack Problems, 1990) and bounds by dual feasible functions, which see that a bin of 384 tokens
+        holds three sequences of 100 to 128 but only two of 129 or more. Groups count as one sequence each.
+        When `len` equals it, the packing is optimal."""
         if self.groups is None:
             return lower_bound(self.lengths, self.capacity, self.max_sequences_per_bin)
         limit = self.groups.limit(self.max_sequences_per_bin)
@@ -100,23 +101,25 @@ def pack(
     Args:
         lengths: token counts, shape [num_sequences], any integer dtype, each in 1..capacity.
         capacity: token slots of a bin, at most 2^24.
-        method: "stream" keeps the given order up to a small delay and still fills nearly every bin to the last token;
-            "best_fit_decreasing" sorts (Johnson 1973); "next_fit" keeps the order exactly and wastes most;
-            "auto" takes the stream, and sorts where that needs clearly fewer bins; "fewest" starts with what "auto"
-            gives and, for up to 4096 sequences, searches some milliseconds for fewer bins. A callable
-            `(lengths, capacity) -> (offsets, indices)` is a packer of your own; its answer is checked.
+        method: "stream" keeps the given order up to a small delay and still fills nearly every bin to the
+            last token; "best_fit_decreasing" sorts (Johnson 1973); "next_fit" keeps the order exactly and
+            wastes most; "auto" takes the stream, and sorts where that needs clearly fewer bins; "fewest"
+            starts with what "auto" gives and, for up to 4096 sequences, searches some milliseconds for fewer
+            bins. A callable `(lengths, capacity) -> (offsets, indices)` is a packer of your own; its answer
+            is checked.
         seed: breaks ties, such as which of two rows of the same length is taken.
-        max_sequences_per_bin: most sequences of a bin. With groups it is kept as if each were as large as the largest.
-        together: one key a row, shape [num_sequences]: rows with equal keys share a bin. Groups are packed as sequences of
-            all their tokens.
+        max_sequences_per_bin: most sequences of a bin. With groups it is kept as if each were as large as the
+            largest.
+        together: one key a row, shape [num_sequences]: rows with equal keys share a bin. Groups are packed as
+            sequences of all their tokens.
 
     Returns:
         The bins, in the order in which the method made them.
 
     Raises:
         TypeError: lengths are not whole numbers.
-        ValueError: a length, or what a group holds, is outside 1..capacity (the message names the first such row or group
-            and the remedies), or a callable lost, repeated or overfilled something.
+        ValueError: a length, or what a group holds, is outside 1..capacity (the message names the first such
+            row or group and the remedies), or a callable lost, repeated or overfilled something.
     """
     if together is not None:
         return _pack_groups(
@@ -136,7 +139,8 @@ def pack(
     small = np.array(checked, np.int32)
     if small.size >= 2**31:
         raise ValueError(
-            f"{small.size} sequences cannot be packed in one call, at most 2^31 - 1. EpochPlan packs in windows."
+            f"{small.size} sequences cannot be packed in one call, at most 2^31 - 1. EpochPlan packs in "
+            "windows."
         )
     if callable(method):
         offsets, indices = _call_packer(method, small, capacity, limit)
@@ -198,8 +202,8 @@ def as_lengths(lengths: ArrayLike) -> NDArray[Any]:
         )
     if array.dtype.kind not in "iu":
         raise TypeError(
-            f"lengths must be whole numbers, not {array.dtype}: row 0 is {array[0]!r}. Pass token counts, such as "
-            "[len(row) for row in rows]."
+            f"lengths must be whole numbers, not {array.dtype}: row 0 is {array[0]!r}. Pass token counts, "
+            "such as [len(row) for row in rows]."
         )
     return array
 
@@ -218,8 +222,9 @@ def checked_alignment(align_to: int, capacity: int) -> int:
     if capacity % slots:
         smaller = capacity // slots * slots
         raise ValueError(
-            f"capacity is {capacity} tokens, no multiple of align_to = {slots}: {capacity - smaller} slots of every bin could hold no "
-            f"sequence. Use a capacity of {smaller or slots} or {smaller + (slots if smaller else 2 * slots)}."
+            f"capacity is {capacity} tokens, no multiple of align_to = {slots}: {capacity - smaller} slots "
+            f"of every bin could hold no sequence. Use a capacity of {smaller or slots} or "
+            f"{smaller + (slots if smaller else 2 * slots)}."
         )
     return slots
 
@@ -239,9 +244,9 @@ def check_lengths(lengths: NDArray[Any], capacity: int) -> None:
         over = lengths > capacity
         row = int(np.argmax(over))
         raise ValueError(
-            f"row {row} has {int(lengths[row])} tokens, above the capacity of {capacity}; {int(over.sum())} rows are too "
-            f"long, the longest has {high}. They fit no bin: raise the capacity, or pass max_length={capacity} with "
-            "overlong='truncate', 'split' or 'drop' to TokenDataset."
+            f"row {row} has {int(lengths[row])} tokens, above the capacity of {capacity}; {int(over.sum())} "
+            f"rows are too long, the longest has {high}. They fit no bin: raise the capacity, or pass "
+            f"max_length={capacity} with overlong='truncate', 'split' or 'drop' to TokenDataset."
         )
 
 
@@ -276,8 +281,8 @@ def _call_packer(
     offsets = offsets.astype(np.int64)
     if offsets.size == 0 or offsets[0] != 0 or offsets[-1] != indices.size or (np.diff(offsets) < 1).any():
         raise ValueError(
-            f"packer {name} returned offsets that do not cut its {indices.size} indices into bins: they must start "
-            f"with 0, rise, and end with {indices.size}."
+            f"packer {name} returned offsets that do not cut its {indices.size} indices into bins: they must "
+            f"start with 0, rise, and end with {indices.size}."
         )
     _check_each_row_once(name, indices, lengths.size)
     used = (
@@ -293,7 +298,8 @@ def _call_packer(
     if (np.diff(offsets) > limit).any():
         b = int(np.argmax(np.diff(offsets) > limit))
         raise ValueError(
-            f"packer {name} put {int(np.diff(offsets)[b])} sequences into bin {b}, above the limit of {limit}."
+            f"packer {name} put {int(np.diff(offsets)[b])} sequences into bin {b}, above the limit of "
+            f"{limit}."
         )
     return offsets, indices.astype(np.int32)
 

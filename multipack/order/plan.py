@@ -1,7 +1,7 @@
 """The order of all bins of an epoch, planned window by window.
 
-One rule: a plan depends on (lengths, capacity, seed, epoch, method) and never on ranks, so that every rank can
-compute it alone and a run can resume on another number of ranks.
+One rule: a plan depends on (lengths, capacity, seed, epoch, method) and never on ranks, so that every rank
+can compute it alone and a run can resume on another number of ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class WindowPlan:
     tokens: NDArray[np.int64]
     """Tokens of each bin, slots of alignment included."""
     squares: NDArray[np.int64]
-    """Sum of squared lengths of each bin, to which the work of attention is proportional; with alignment as well."""
+    """Sum of squared lengths of each bin, to which the work of attention is proportional; with alignment as
+    well."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -60,8 +61,9 @@ class WindowPlan:
 class EpochPlan:
     """The bins of one epoch.
 
-    The rows are permuted by `seed` and `epoch` and cut into windows, and each window is packed on its own: any bin is
-    reached by planning one window. Only one count a window is kept, so a plan needs no memory to speak of.
+    The rows are permuted by `seed` and `epoch` and cut into windows, and each window is packed on its own:
+    any bin is reached by planning one window. Only one count a window is kept, so a plan needs no memory to
+    speak of.
 
     Args:
         lengths: token counts, shape [num_rows], any integer dtype, each in 1..capacity. Not copied.
@@ -72,14 +74,15 @@ class EpochPlan:
         window: bins of a window, about; None for 8192.
         shuffle_block: permute blocks of that many neighbours, for data sets on slow disks.
         max_sequences_per_bin: most sequences of a bin.
-        together: one key a row, shape [num_rows]: rows with equal keys share a bin. The order, the windows and the bins are
-            then those of groups, and a group's rows stay beside each other in their order in the source.
-        align_to: a sequence takes a multiple of this many slots, as the collator's `align_to` lays it out; bins are packed
-            by these.
+        together: one key a row, shape [num_rows]: rows with equal keys share a bin. The order, the windows
+            and the bins are then those of groups, and a group's rows stay beside each other in their order in
+            the source.
+        align_to: a sequence takes a multiple of this many slots, as the collator's `align_to` lays it out;
+            bins are packed by these.
 
     Raises:
-        TypeError, ValueError: as `pack`; also an epoch below 0, a window or block below 1, or a capacity that is no multiple
-            of `align_to`.
+        TypeError, ValueError: as `pack`; also an epoch below 0, a window or block below 1, or a capacity that
+            is no multiple of `align_to`.
     """
 
     def __init__(
@@ -117,7 +120,8 @@ class EpochPlan:
         self._digest: list[str] = []  # shared by the plans of all epochs
         window_tokens = self.window_bins * self.capacity
         self._edges = window_edges(len(self._items), self.num_slots, window_tokens, self.shuffle_block)
-        # Invariant: _ends[w] is the exact number of bins before window w, for as many windows as were planned in a row.
+        # Invariant: _ends[w] is the exact number of bins before window w, for as many windows as were planned
+        # in a row.
         self._ends = [0]
         self._cache: OrderedDict[int, WindowPlan] = OrderedDict()
         self._lock = threading.Lock()
@@ -182,8 +186,8 @@ class EpochPlan:
         return i < self._ends[-1]
 
     def bins(self, start: int, stop: int) -> list[NDArray[np.int64]]:
-        """Row ids of bins start..stop-1, fewer where the epoch ends before. Plans only the windows they lie in, and
-        those before it whose number of bins is not yet known."""
+        """Row ids of bins start..stop-1, fewer where the epoch ends before. Plans only the windows they lie
+        in, and those before it whose number of bins is not yet known."""
         return [plan.rows[plan.offsets[b] : plan.offsets[b + 1]] for plan, b in self._locate(start, stop)]
 
     def ids(self, start: int, stop: int) -> list[list[int]]:
@@ -245,7 +249,8 @@ class EpochPlan:
         return sum(map(int, sums)) if self.align_to > 1 else self.num_tokens
 
     def _window_of(self, w: int) -> WindowPlan:
-        """The plan of window `w`, from the cache or made now. Threads may plan the same window twice, never half."""
+        """The plan of window `w`, from the cache or made now. Threads may plan the same window twice, never
+        half."""
         with self._lock:
             plan = self._cache.get(w)
             if plan is not None:
@@ -326,7 +331,8 @@ def digest_of(lengths: NDArray[Any]) -> str:
 
 
 def window_edges(num_items: int, num_tokens: int, window_tokens: int, block: int) -> list[int]:
-    """Positions of rows or groups where windows start, and their number: windows of nearly equal size, at multiples of the block."""
+    """Positions of rows or groups where windows start, and their number: windows of nearly equal size, at
+    multiples of the block."""
     if num_items == 0:
         return [0]
     items_per_window = max(1, round(window_tokens * num_items / max(num_tokens, 1)))

@@ -41,9 +41,10 @@ class MultipackBatchSampler(OrderSampler):
         lengths: token counts of the rows, shape [num_rows], each in 1..capacity.
         capacity: token slots of a bin.
         bins_per_batch: bins that one rank collates at once.
-        method: as for `EpochPlan`; or "concat", which lays rows end to end and cuts bins anywhere, see `ConcatPlan`. Lengths may
-            then be above the capacity.
-        boundaries: under "concat", what attention sees: each "document", or the "bin". For `balance` alone; the collator's makes it.
+        method: as for `EpochPlan`; or "concat", which lays rows end to end and cuts bins anywhere, see
+            `ConcatPlan`. Lengths may then be above the capacity.
+        boundaries: under "concat", what attention sees: each "document", or the "bin". For `balance` alone;
+            the collator's makes it.
         shuffle, seed, window, shuffle_block, max_sequences_per_bin, together, align_to: as for `EpochPlan`.
         drop_last: leave out a last batch of fewer than `bins_per_batch` bins.
 
@@ -95,8 +96,9 @@ class MultipackBatchSampler(OrderSampler):
         order = BinOrder(plan, bins_per_batch, drop_last)
         if not order.has(0):
             raise ValueError(
-                f"{len(plan)} bins do not fill one batch of bins_per_batch={bins_per_batch}, and drop_last leaves out the "
-                f"rest: every epoch would be empty. Use bins_per_batch <= {len(plan)}, or drop_last=False."
+                f"{len(plan)} bins do not fill one batch of bins_per_batch={bins_per_batch}, and drop_last "
+                f"leaves out the rest: every epoch would be empty. Use bins_per_batch <= {len(plan)}, or "
+                "drop_last=False."
             )
         super().__init__(order, Dealing())
         self.bins_per_batch = order.bins_per_batch
@@ -112,15 +114,16 @@ class MultipackBatchSampler(OrderSampler):
         """Go to a saved place; the next pass begins there.
 
         Raises:
-            ValueError: the state is of another version or of other data (names what differs), or was saved inside a balanced
-                optimizer step of several ranks.
+            ValueError: the state is of another version or of other data (names what differs), or was saved
+                inside a balanced optimizer step of several ranks.
         """
         check_fingerprint(state, self.fingerprint)
         if state.get("micro_steps", 0):
             raise ValueError(
                 f"the state was saved {state['micro_steps']} micro-steps inside a balanced optimizer step of "
-                f"{state['num_replicas']} ranks, and without ranks those batches are unknown: rows would be repeated. Load it "
-                "into the DistributedBatchSampler that saved it, or save after a whole optimizer step."
+                f"{state['num_replicas']} ranks, and without ranks those batches are unknown: rows would be "
+                "repeated. Load it into the DistributedBatchSampler that saved it, or save after a whole "
+                "optimizer step."
             )
         super().load_state_dict(state)
 
@@ -138,24 +141,29 @@ class DistributedBatchSampler(OrderSampler):
     ```
 
     Args:
-        batch_sampler: a MultipackBatchSampler, an order of rows or bins, or any batch sampler that yields the same order on every
-            rank.
-        num_replicas, rank: number of ranks and this one; None to take them from the process group or from torchrun.
-        mesh, group: the data-parallel dimension(s) of a DeviceMesh, such as mesh["dp"], or the data-parallel process group, in the
-            place of these numbers: ranks that compute one model replica together then get the same batches.
-        tail: what becomes of batches that do not fill a last micro-step. "split" cuts them so that every rank gets some of their
-            sequences, nothing dropped or repeated (only with fewer sequences than ranks are some repeated, and count for
-            nothing); "pad" repeats batches that count for nothing; "drop" leaves them out and counts them; "error" refuses.
+        batch_sampler: a MultipackBatchSampler, an order of rows or bins, or any batch sampler that yields the
+            same order on every rank.
+        num_replicas, rank: number of ranks and this one; None to take them from the process group or from
+            torchrun.
+        mesh, group: the data-parallel dimension(s) of a DeviceMesh, such as mesh["dp"], or the data-parallel
+            process group, in the place of these numbers: ranks that compute one model replica together then
+            get the same batches.
+        tail: what becomes of batches that do not fill a last micro-step. "split" cuts them so that every rank
+            gets some of their sequences, nothing dropped or repeated (only with fewer sequences than ranks
+            are some repeated, and count for nothing); "pad" repeats batches that count for nothing; "drop"
+            leaves them out and counts them; "error" refuses.
         accumulate: micro-steps of an optimizer step, inside which `balance` may deal.
-        balance: "none"; "micro_step" gives the ranks batches of like cost in every micro-step (FSDP, ZeRO-3); "step" gives them like
-            sums over an optimizer step (DDP, ZeRO-1/2). Neither changes which sequences a step holds.
-        balance_window: optimizer steps over which batches of like cost are spread; above 1 changes which sequences a step
-            holds.
+        balance: "none"; "micro_step" gives the ranks batches of like cost in every micro-step (FSDP, ZeRO-3);
+            "step" gives them like sums over an optimizer step (DDP, ZeRO-1/2). Neither changes which
+            sequences a step holds.
+        balance_window: optimizer steps over which batches of like cost are spread; above 1 changes which
+            sequences a step holds.
         hidden_size: of the model, for the cost of attention.
 
     Raises:
-        ValueError: a rank would get no batch, or ranks could not agree; names the numbers and what would work. Also where ranks
-            share a model replica (tensor, context, sequence or pipeline parallel) and nothing says which share they take.
+        ValueError: a rank would get no batch, or ranks could not agree; names the numbers and what would
+            work. Also where ranks share a model replica (tensor, context, sequence or pipeline parallel) and
+            nothing says which share they take.
     """
 
     deals_to_ranks = True
@@ -200,7 +208,8 @@ class DistributedBatchSampler(OrderSampler):
         return self._order.is_resumable
 
     def read(self, place: Place | None = None) -> Iterator[BatchIndices]:
-        """This rank's batches of an epoch from `place` on, or those of the next pass. Looking at them moves nothing."""
+        """This rank's batches of an epoch from `place` on, or those of the next pass. Looking at them moves
+        nothing."""
         self.ranks.check_unchanged()
         return super().read(place)
 
@@ -211,25 +220,28 @@ class DistributedBatchSampler(OrderSampler):
     def state_dict(self) -> dict[str, Any]:
         """Where the consumer stands: plain integers and strings, the same on every rank.
 
-        `batches` counts global batches before the optimizer step (or balance window) that is under way, `micro_steps` what
-        was consumed of it. It loads on another number of ranks and with another `accumulate`.
+        `batches` counts global batches before the optimizer step (or balance window) that is under way,
+        `micro_steps` what was consumed of it. It loads on another number of ranks and with another
+        `accumulate`.
 
         Raises:
-            ValueError: the wrapped sampler draws its order from a random generator, so that no number names a place in it.
+            ValueError: the wrapped sampler draws its order from a random generator, so that no number names a
+                place in it.
         """
         if not self.is_resumable:
             raise ValueError(
-                f"{type(self.batch_sampler).__qualname__} draws its order from a random generator, so a place in it cannot "
-                "be saved. Use MultipackBatchSampler, or a sampler with set_epoch."
+                f"{type(self.batch_sampler).__qualname__} draws its order from a random generator, so a "
+                "place in it cannot be saved. Use MultipackBatchSampler, or a sampler with set_epoch."
             )
         return {**super().state_dict(), "micro_steps": self.cursor.mark.micro_steps, **self._dealt()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place, of this or another number of ranks; the next batch is the one that comes there.
+        """Go to a saved place, of this or another number of ranks; the next batch is the one that comes
+        there.
 
         Raises:
-            ValueError: the state is of another version or of other data (names what differs), was saved inside a balanced
-                optimizer step of other ranks, or leaves batches that tail="error" refuses.
+            ValueError: the state is of another version or of other data (names what differs), was saved
+                inside a balanced optimizer step of other ranks, or leaves batches that tail="error" refuses.
         """
         check_fingerprint(state, self.fingerprint)
         now = self._dealt()
@@ -238,9 +250,9 @@ class DistributedBatchSampler(OrderSampler):
         }
         if state.get("micro_steps", 0) and then != now:
             raise ValueError(
-                f"the state was saved {state['micro_steps']} micro-steps inside a balanced optimizer step of {then}, which "
-                f"{now} deals otherwise: rows would be repeated or lost. Save after a whole optimizer step, or load with the "
-                "same dealing."
+                f"the state was saved {state['micro_steps']} micro-steps inside a balanced optimizer step of "
+                f"{then}, which {now} deals otherwise: rows would be repeated or lost. Save after a whole "
+                "optimizer step, or load with the same dealing."
             )
         super().load_state_dict(state)
         place = self.cursor.mark
@@ -256,13 +268,15 @@ class DistributedBatchSampler(OrderSampler):
         }
 
     def _report_change_of_step(self, then: dict[str, Any]) -> None:
-        """Say, once for all ranks, that an optimizer step now holds more or fewer batches: the learning rate may not fit."""
+        """Say, once for all ranks, that an optimizer step now holds more or fewer batches: the learning rate
+        may not fit."""
         before = then["num_replicas"] * then["accumulate"]
         now = self.num_replicas * self.accumulate
         if self.rank == 0 and before != now:
             _logger.warning(
-                "an optimizer step had %d batches (%d ranks x %d micro-steps) when the state was saved and has %d now "
-                "(%d ranks x %d). No row is lost or repeated, but the learning rate was chosen for the other size.",
+                "an optimizer step had %d batches (%d ranks x %d micro-steps) when the state was saved and "
+                "has %d now (%d ranks x %d). No row is lost or repeated, but the learning rate was chosen "
+                "for the other size.",
                 *(before, then["num_replicas"], then["accumulate"], now, self.num_replicas, self.accumulate),
             )
 
@@ -275,8 +289,8 @@ def _order_of(batch_sampler: Any) -> Order:
     if isinstance(batch_sampler, MultipackBatchSampler):
         if batch_sampler.skipped:
             raise ValueError(
-                "the batch sampler skips steps of its own, which the sampler of ranks would not see: call skip_steps of the "
-                "DistributedBatchSampler or of the loader."
+                "the batch sampler skips steps of its own, which the sampler of ranks would not see: call "
+                "skip_steps of the DistributedBatchSampler or of the loader."
             )
         return batch_sampler.order
     return batch_sampler if isinstance(batch_sampler, Order) else ListedOrder.checked(batch_sampler)

@@ -35,6 +35,6 @@ def check_fingerprint(state: Any, fingerprint: str) -> None:
         if ours.get(key) != theirs.get(key)
     ]
     raise ValueError(
-        f"the state belongs to another order of the data: {', '.join(differing)}. Resuming would repeat or lose rows: "
-        "build the sampler with the same inputs, or start without the state."
+        f"the state belongs to another order of the data: {', '.join(differing)}. Resuming would repeat or "
+        "lose rows: build the sampler with the same inputs, or start without the state."
     )

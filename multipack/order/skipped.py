@@ -1,6 +1,7 @@
 """An epoch without the global batches that a run leaves out.
 
-The one rule: what is left out is named by global batches, which know nothing of ranks, so it stays out on any number of ranks.
+The one rule: what is left out is named by global batches, which know nothing of ranks, so it stays out on any
+number of ranks.
 """
 
 from __future__ import annotations

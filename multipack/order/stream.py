@@ -1,7 +1,7 @@
 """Pack data of unknown length: rows come in one by one, packed batches go out.
 
-A pool of waiting rows gives nearly full bins in nearly the order of arrival, as `pack(method="stream")` does for data that is
-all there. What one reading does is in `stream_pass`.
+A pool of waiting rows gives nearly full bins in nearly the order of arrival, as `pack(method="stream")` does
+for data that is all there. What one reading does is in `stream_pass`.
 """
 
 from __future__ import annotations
@@ -36,22 +36,26 @@ class StreamPacker(IterableDataset[Selection]):
     """Packed batches of an iterable, for any DataLoader with `batch_size=None` and a PackedCollator.
 
     Args:
-        source: rows as mappings with a list of tokens in `column`: an `IterableDataset` of Hugging Face, a generator function's
-            result that can be iterated again, a list. It is read once a pass; a one-shot iterator gives one pass.
+        source: rows as mappings with a list of tokens in `column`: an `IterableDataset` of Hugging Face, a
+            generator function's result that can be iterated again, a list. It is read once a pass; a one-shot
+            iterator gives one pass.
         capacity: token slots of a bin.
         column: the column whose length counts.
         pool_size: rows that wait; 1024 fills bins of text to 99.99 %. Eight bins' worth is enough.
         bins_per_batch: bins that one rank collates at once.
-        overlong: what to do with rows above the capacity: "error", "truncate", "split" or "drop"; counted in `report`.
+        overlong: what to do with rows above the capacity: "error", "truncate", "split" or "drop"; counted in
+            `report`.
         max_sequences_per_bin: most sequences of a bin.
         seed: breaks ties between rows that fit equally well.
-        num_replicas, rank: number of ranks and this one; None to discover them. A Hugging Face stream is split by
-            `split_dataset_by_node`, any other by taking every num_replicas-th row.
-        tail: ranks may have different numbers of batches, a number that is unknown beforehand, so with several ranks they agree
-            before each batch by one small collective of their own (gloo). "pad": ranks that ran out repeat their last batch,
-            which counts for nothing, until all ended, so that nothing is lost. "drop": all stop with the first.
+        num_replicas, rank: number of ranks and this one; None to discover them. A Hugging Face stream is
+            split by `split_dataset_by_node`, any other by taking every num_replicas-th row.
+        tail: ranks may have different numbers of batches, a number that is unknown beforehand, so with
+            several ranks they agree before each batch by one small collective of their own (gloo). "pad":
+            ranks that ran out repeat their last batch, which counts for nothing, until all ended, so that
+            nothing is lost. "drop": all stop with the first.
         timeout: seconds after which waiting for the other ranks is an error.
-        mesh, group: the data-parallel ranks, in the place of `num_replicas` and `rank`; see DistributedBatchSampler.
+        mesh, group: the data-parallel ranks, in the place of `num_replicas` and `rank`; see
+            DistributedBatchSampler.
 
     Raises:
         ValueError: a bad argument; while iterating also a row above the capacity, or a rank without any row.
@@ -125,8 +129,8 @@ class StreamPacker(IterableDataset[Selection]):
         worker = get_worker_info()
         if worker is not None and self._agreement is not None:
             raise ValueError(
-                f"{worker.num_workers} worker processes cannot agree with {self.num_replicas} ranks on the end of a stream. "
-                "Use multipack.DataLoader, whose workers are threads, or num_workers=0."
+                f"{worker.num_workers} worker processes cannot agree with {self.num_replicas} ranks on the "
+                "end of a stream. Use multipack.DataLoader, whose workers are threads, or num_workers=0."
             )
         while True:
             loaded, self._loaded = self._loaded, None
@@ -166,21 +170,22 @@ class StreamPacker(IterableDataset[Selection]):
     def _check_not_empty(self, reading: StreamPass) -> None:
         if reading.is_untouched:
             raise ValueError(
-                "the stream gave no row, so the epoch would be empty. A generator can be read only once: pass an iterable that "
-                "begins again each time, such as a list or an IterableDataset."
+                "the stream gave no row, so the epoch would be empty. A generator can be read only once: "
+                "pass an iterable that begins again each time, such as a list or an IterableDataset."
             )
         if not reading.num_sequences:
             raise ValueError(
                 f"none of the stream's {reading.num_read} rows can be packed, so the epoch would be empty: "
-                f"{self.report.empty_sequences} have no token and {self.report.overlong_sequences} are above the capacity of "
-                f"{self.capacity}. Check the source, and what overlong={self.overlong!r} drops."
+                f"{self.report.empty_sequences} have no token and {self.report.overlong_sequences} are above "
+                f"the capacity of {self.capacity}. Check the source, and what overlong={self.overlong!r} "
+                "drops."
             )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands: the source's position, and the rows that wait in the pool.
 
-        The source's own `state_dict` where it has one, else the number of rows taken, which are read again and passed over on
-        resume. The pool's rows are part of the state, so save it with what can hold them.
+        The source's own `state_dict` where it has one, else the number of rows taken, which are read again
+        and passed over on resume. The pool's rows are part of the state, so save it with what can hold them.
         """
         if self._loaded is not None:
             return self._loaded
@@ -191,7 +196,8 @@ class StreamPacker(IterableDataset[Selection]):
         """The next pass goes on from a state.
 
         Raises:
-            ValueError: the state is of another version, capacity, pool, seed or number of ranks; names what differs.
+            ValueError: the state is of another version, capacity, pool, seed or number of ranks; names what
+                differs.
         """
         ours = self._inputs()
         if not isinstance(state, Mapping) or "version" not in state or "source" not in state:
@@ -201,8 +207,8 @@ class StreamPacker(IterableDataset[Selection]):
         ]
         if differing:
             raise ValueError(
-                f"the state belongs to another stream: {', '.join(differing)}. Resuming would repeat or lose rows: build the "
-                "StreamPacker with the same arguments on the same ranks."
+                f"the state belongs to another stream: {', '.join(differing)}. Resuming would repeat or lose "
+                "rows: build the StreamPacker with the same arguments on the same ranks."
             )
         self._loaded = None if state["source"] is None else dict(state)
 
@@ -230,7 +236,8 @@ class StreamPacker(IterableDataset[Selection]):
 
 
 def _split_by_rank(source: Iterable[Row], rank: int, num_replicas: int) -> Any:
-    """A Hugging Face stream split over ranks; other sources are returned as they are, to take every n-th row of."""
+    """A Hugging Face stream split over ranks; other sources are returned as they are, to take every n-th row
+    of."""
     if not isinstance(source, Iterable):
         raise TypeError(f"source must be an iterable of rows, not {type(source).__qualname__}.")
     if num_replicas > 1 and is_hugging_face(source):

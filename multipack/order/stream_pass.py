@@ -23,7 +23,8 @@ _END = object()
 
 @dataclass
 class StreamReport:
-    """What became of rows that could not be packed as they were; counts since the stream began, as those of `DatasetReport`."""
+    """What became of rows that could not be packed as they were; counts since the stream began, as those of
+    `DatasetReport`."""
 
     empty_sequences: int = 0
     """Rows without a token, left out because a bin cannot hold them."""
@@ -68,7 +69,8 @@ class SharedRows:
         """What the source is read by, where that was made for this pass."""
 
     def open(self, num_read: int, state: dict[str, Any] | None) -> Iterator[Any]:
-        """The rows behind the first `num_read`; `state` is that of the source as they were read, if it had one."""
+        """The rows behind the first `num_read`; `state` is that of the source as they were read, if it had
+        one."""
         first = self._share + num_read * self._shares
         if state is not None and is_stateful(self._source):
             self._source.load_state_dict(state)
@@ -220,7 +222,8 @@ class StreamPass:
         except (KeyError, TypeError, IndexError):
             keys = sorted(row) if isinstance(row, Mapping) else f"a {type(row).__qualname__}"
             raise TypeError(
-                f"row {self._source.number(self.num_read - 1)} of the stream has no list of tokens in column {column!r}, only {keys}."
+                f"row {self._source.number(self.num_read - 1)} of the stream has no list of tokens in column "
+                f"{column!r}, only {keys}."
             ) from None
 
     def _fit(self, row: Row) -> list[dict[str, Any]]:
@@ -232,8 +235,9 @@ class StreamPass:
             return [dict(row)]
         if length and packer.overlong == "error":
             raise ValueError(
-                f"row {self._source.number(self.num_read - 1)} of the stream has {length} tokens, {length - packer.capacity} above the "
-                f"capacity of {packer.capacity}: it fits no bin. Raise the capacity, or pass overlong='truncate', 'split' or 'drop'."
+                f"row {self._source.number(self.num_read - 1)} of the stream has {length} tokens, "
+                f"{length - packer.capacity} above the capacity of {packer.capacity}: it fits no bin. Raise "
+                "the capacity, or pass overlong='truncate', 'split' or 'drop'."
             )
         usable = apply_overlong(np.array([length]), packer.capacity, packer.overlong)
         report.empty_sequences += usable.report.empty_sequences
@@ -247,8 +251,8 @@ class StreamPass:
 def is_stateful(source: Any) -> bool:
     """Whether a source's own state names its place, with all that it holds back.
 
-    A stream of Hugging Face that shuffles keeps rows in a buffer that its state leaves out: they would be lost, so its rows are
-    counted, as those of plain iterables are.
+    A stream of Hugging Face that shuffles keeps rows in a buffer that its state leaves out: they would be
+    lost, so its rows are counted, as those of plain iterables are.
     """
     return hasattr(source, "state_dict") and hasattr(source, "load_state_dict") and not _buffers_rows(source)
 

@@ -1,4 +1,5 @@
-"""Rows of a stream as a TokenDataset would read them: which columns are token columns, and how to cut those."""
+"""Rows of a stream as a TokenDataset would read them: which columns are token columns, and how to cut
+those."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class PackedRows:
 
 
 def flattened(row: Any) -> Any:
-    """The row with lists of shape (1, L), as tokenizers return them with `return_tensors`, as lists of length L."""
+    """The row with lists of shape (1, L), as tokenizers return them with `return_tensors`, as lists of length
+    L."""
     if not isinstance(row, Mapping):
         return row  # refused where its column is looked for
     return {

@@ -1,8 +1,9 @@
 """Translate a configuration file of axolotl into the keys of this trainer.
 
-Every key of such a file is taken, if it means something here; named in one log line, if it changes nothing in what is
-trained; or refused together with all others that would change it, each with its remedy. No key is passed over. What the
-file leaves out means what it means in axolotl: no packing, 3 % warm-up, rows that are too long are left out.
+Every key of such a file is taken, if it means something here; named in one log line, if it changes nothing in
+what is trained; or refused together with all others that would change it, each with its remedy. No key is
+passed over. What the file leaves out means what it means in axolotl: no packing, 3 % warm-up, rows that are
+too long are left out.
 """
 
 from __future__ import annotations
@@ -238,15 +239,16 @@ def translate(values: Mapping[str, Any], name: str, record: type[Any], source: t
         source: the dataclass of an entry of `datasets`.
 
     Raises:
-        ValueError: the file asks for what is not here; the message has every such key with its remedy, one a line.
+        ValueError: the file asks for what is not here; the message has every such key with its remedy, one a
+            line.
     """
     translation = _Translation(values, record, source)
     translation.run()
     if translation.refused:
         problems = "".join(f"\n  {key}: {remedy}" for key, remedy in translation.refused.items())
         raise ValueError(
-            f"{name} is a file of axolotl, and {len(translation.refused)} of its keys would train something else than this trainer "
-            f"does:{problems}"
+            f"{name} is a file of axolotl, and {len(translation.refused)} of its keys would train something "
+            f"else than this trainer does:{problems}"
         )
     said = [*translation.taken, *(f"{key} ({why})" for key, why in translation.unchanged.items())]
     logger.info("%s is read as a file of axolotl: %s.", name, "; ".join(said))
@@ -254,7 +256,8 @@ def translate(values: Mapping[str, Any], name: str, record: type[Any], source: t
 
 
 def explained(key: str) -> str | None:
-    """What holds here in the place of a key of axolotl, for those who write it on the command line; None if it is unknown."""
+    """What holds here in the place of a key of axolotl, for those who write it on the command line; None if
+    it is unknown."""
     if key.startswith(_UNCHANGED_PREFIXES):
         return _TRACKER
     return (
@@ -568,7 +571,8 @@ class _Translation:
             self.set("offload", True, "its offloading as offload")
 
     def _set_stage(self, stage: int, of: str) -> None:
-        """The stage of ZeRO, as far as what is rounded to 4 or 8 bits can be sharded; sharding changes memory alone."""
+        """The stage of ZeRO, as far as what is rounded to 4 or 8 bits can be sharded; sharding changes memory
+        alone."""
         whole = [key for key in ("load_in_4bit", "load_in_8bit") if self.left.get(key)]
         if self.ours["optimizer"] in ("adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit"):
             whole.append(f"optimizer {self.ours['optimizer']}")

@@ -1,8 +1,9 @@
 """Checkpoints: tensors through torch.distributed.checkpoint, everything else as JSON.
 
-A checkpoint is a folder `checkpoint-STEP`: safetensors files, which each rank wrote its part of and which any number of ranks
-can read, and `state.json`, written last, with the sizes and checksums of the others. It is written beside its place and
-renamed when it is whole, so whatever has the name is complete. Nothing in it is code: it is read without unpickling.
+A checkpoint is a folder `checkpoint-STEP`: safetensors files, which each rank wrote its part of and which any
+number of ranks can read, and `state.json`, written last, with the sizes and checksums of the others. It is
+written beside its place and renamed when it is whole, so whatever has the name is complete. Nothing in it is
+code: it is read without unpickling.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def save_checkpoint(
 
     Args:
         folder: of the run; on storage that all ranks see.
-        tensors: by name, this rank's (DTensors where it holds shards); a name that several ranks have is the same tensor there.
+        tensors: by name, this rank's (DTensors where it holds shards); a name that several ranks have is the
+            same tensor there.
         state: JSON values, the same on every rank.
 
     Returns:
@@ -76,7 +78,8 @@ def checkpoint_to_resume(resume_from_checkpoint: str | None, folder: Path) -> Pa
     newest = newest_checkpoint(folder)
     if newest is None:
         raise ValueError(
-            f"resume_from_checkpoint is last but {folder} has no checkpoint. Leave it out for the first attempt."
+            f"resume_from_checkpoint is last but {folder} has no checkpoint. Leave it out for the first "
+            "attempt."
         )
     return newest
 
@@ -84,7 +87,8 @@ def checkpoint_to_resume(resume_from_checkpoint: str | None, folder: Path) -> Pa
 def set_later_aside(folder: Path, step: int) -> None:
     """Rename checkpoints of a later step than `step` to `checkpoint-STEP.undone`, all ranks together.
 
-    They are of an attempt that this run does not go on from, and would be taken for its own. Those that were set aside before go.
+    They are of an attempt that this run does not go on from, and would be taken for its own. Those that were
+    set aside before go.
     """
     for path in _on_rank_0(lambda: _set_aside(folder, step)):
         logger.warning(
@@ -96,7 +100,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint, once the files beside it are known to be whole. All ranks together.
 
     Raises:
-        ValueError: no checkpoint, one that is damaged (names the file), or one of another version of multipack.
+        ValueError: no checkpoint, one that is damaged (names the file), or one of another version of
+            multipack.
     """
     state: dict[str, Any] = _on_rank_0(lambda: _verified_state(checkpoint))
     return state
@@ -106,7 +111,8 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place from a checkpoint, each rank with its part. All ranks together.
 
     Raises:
-        ValueError: the checkpoint lacks a tensor or has it in another shape: it is of another model or optimizer.
+        ValueError: the checkpoint lacks a tensor or has it in another shape: it is of another model or
+            optimizer.
     """
     reader = HuggingFaceStorageReader(str(checkpoint))
     wanted = _without_scalars(tensors)
@@ -115,8 +121,9 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
     for name, tensor in wanted.items():
         if stored.get(name) != tuple(tensor.shape):
             raise ValueError(
-                f"{checkpoint} has {stored.get(name, 'no tensor')} for {name}, this run needs {tuple(tensor.shape)}: it is of another model "
-                "or optimizer. Resume with the configuration that wrote it."
+                f"{checkpoint} has {stored.get(name, 'no tensor')} for {name}, this run needs "
+                f"{tuple(tensor.shape)}: it is of another model or optimizer. Resume with the configuration "
+                "that wrote it."
             )
     load(wanted, storage_reader=reader)
 
@@ -177,7 +184,8 @@ def _verified_state(checkpoint: Path) -> dict[str, Any]:
     state_file = checkpoint / STATE_FILE
     if not state_file.is_file():
         raise ValueError(
-            f"{checkpoint} is no checkpoint: it has no {STATE_FILE}. Give a folder checkpoint-STEP of an earlier run."
+            f"{checkpoint} is no checkpoint: it has no {STATE_FILE}. Give a folder checkpoint-STEP of an "
+            "earlier run."
         )
     try:
         state: dict[str, Any] = json.loads(state_file.read_text(encoding="utf-8"))

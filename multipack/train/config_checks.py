@@ -69,7 +69,8 @@ def _in_range(config: TrainConfig, name: str, low: float, high: float) -> None:
 def _check_data(config: TrainConfig) -> None:
     if config.data is not None and config.datasets:
         raise ValueError(
-            f"data ({config.data}) and datasets ({len(config.datasets)} sources) are both given; remove one of them."
+            f"data ({config.data}) and datasets ({len(config.datasets)} sources) are both given; remove one "
+            "of them."
         )
     if config.val_set_size >= 1 and config.val_set_size != int(config.val_set_size):
         raise ValueError(
@@ -81,7 +82,8 @@ def _check_data(config: TrainConfig) -> None:
         )
     if config.train_on == "last" and config.train_on_inputs:
         raise ValueError(
-            "train_on is last and train_on_inputs is true: everything would be learnt. Set train_on_inputs to false."
+            "train_on is last and train_on_inputs is true: everything would be learnt. Set train_on_inputs "
+            "to false."
         )
     unknown = sorted(set(config.special_tokens) - set(TOKENS))
     if unknown:
@@ -94,7 +96,8 @@ def _check_data(config: TrainConfig) -> None:
         _check_interval(config, "warmup_steps")
     if config.eval_on_start and config.val_set_size == 0:
         raise ValueError(
-            "eval_on_start is true but val_set_size is 0, so there is nothing to evaluate on. Set val_set_size, or remove eval_on_start."
+            "eval_on_start is true but val_set_size is 0, so there is nothing to evaluate on. Set "
+            "val_set_size, or remove eval_on_start."
         )
     if config.eval_steps is not None and config.val_set_size == 0:
         raise ValueError(
@@ -123,13 +126,15 @@ def _check_batches(config: TrainConfig) -> None:
         ):
             if getattr(config, name) != plain:
                 raise ValueError(
-                    f"{name} is {getattr(config, name)} but sample_packing is false. It acts on bins: set sample_packing to true."
+                    f"{name} is {getattr(config, name)} but sample_packing is false. It acts on bins: set "
+                    "sample_packing to true."
                 )
     if config.max_sequences_per_bin is not None:
         _at_least(config, "max_sequences_per_bin", 1)
     if config.prefetch_batches is not None and config.prefetch_batches < 1:
         raise ValueError(
-            f"prefetch_batches is {config.prefetch_batches}; it must be at least 1. num_workers 0 turns prefetching off."
+            f"prefetch_batches is {config.prefetch_batches}; it must be at least 1. num_workers 0 turns "
+            "prefetching off."
         )
 
 
@@ -139,12 +144,13 @@ def _check_optimizer(config: TrainConfig) -> None:
         raise ValueError("learning_rate is 0, so no step would change the model. Give a value above 0.")
     if config.lr_scheduler == "constant" and config.warmup_steps:
         raise ValueError(
-            f"lr_scheduler constant has no warm-up but warmup_steps is {config.warmup_steps}. Use constant_with_warmup."
+            f"lr_scheduler constant has no warm-up but warmup_steps is {config.warmup_steps}. Use "
+            "constant_with_warmup."
         )
     if config.max_steps is not None and config.warmup_steps > config.max_steps:
         raise ValueError(
-            f"warmup_steps ({config.warmup_steps}) is above max_steps ({config.max_steps}): the learning rate would never arrive. "
-            "Lower warmup_steps."
+            f"warmup_steps ({config.warmup_steps}) is above max_steps ({config.max_steps}): the learning "
+            "rate would never arrive. Lower warmup_steps."
         )
 
 
@@ -153,20 +159,22 @@ def _check_engine(config: TrainConfig) -> None:
         raise ValueError(f"ddp_timeout is {config.ddp_timeout}; give the seconds a rank may wait, above 0.")
     if config.deepspeed is not None and (config.zero_stage or config.offload):
         raise ValueError(
-            f"deepspeed ({config.deepspeed}) and zero_stage {config.zero_stage} / offload {config.offload} are both given. The stage and "
-            "the offloading of a DeepSpeed run stand in its JSON file: remove zero_stage and offload, or deepspeed."
+            f"deepspeed ({config.deepspeed}) and zero_stage {config.zero_stage} / offload {config.offload} "
+            "are both given. The stage and the offloading of a DeepSpeed run stand in its JSON file: remove "
+            "zero_stage and offload, or deepspeed."
         )
     if (
         config.optimizer in ("adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
         and config.zero_stage >= 2
     ):
         raise ValueError(
-            f"optimizer {config.optimizer} with zero_stage {config.zero_stage}: its rounded state cannot be sharded. "
-            "Set zero_stage to 0 or 1 or deepspeed to a file, or optimizer to adamw_torch."
+            f"optimizer {config.optimizer} with zero_stage {config.zero_stage}: its rounded state cannot be "
+            "sharded. Set zero_stage to 0 or 1 or deepspeed to a file, or optimizer to adamw_torch."
         )
     if config.offload and config.zero_stage < 2:
         raise ValueError(
-            f"offload is true with zero_stage {config.zero_stage}; only sharded parameters can wait in host memory. Set zero_stage to 2 or 3."
+            f"offload is true with zero_stage {config.zero_stage}; only sharded parameters can wait in host "
+            "memory. Set zero_stage to 2 or 3."
         )
 
 
@@ -185,30 +193,34 @@ def _check_adapter(config: TrainConfig) -> None:
             ) from None
     if config.unfrozen_parameters and config.adapter is not None:
         raise ValueError(
-            "unfrozen_parameters acts on a model without an adapter, whose own parameters are frozen. Set lora_modules_to_save, or adapter "
-            "to nothing."
+            "unfrozen_parameters acts on a model without an adapter, whose own parameters are frozen. Set "
+            "lora_modules_to_save, or adapter to nothing."
         )
     if config.adapter is None:
         if config.load_in_4bit or config.load_in_8bit or config.lora_target_linear or named:
             raise ValueError(
-                "load_in_4bit, load_in_8bit and lora_target_* act on an adapter, and none is set. Set adapter to lora or qlora."
+                "load_in_4bit, load_in_8bit and lora_target_* act on an adapter, and none is set. Set "
+                "adapter to lora or qlora."
             )
         return
     _at_least(config, "lora_r", 1)
     _at_least(config, "lora_alpha", 1)
     if named == config.lora_target_linear and not (config.lora_target_parameters and not named):
         raise ValueError(
-            f"lora_target_linear is {config.lora_target_linear} and lora_target_modules is {config.lora_target_modules}: one of them has to say "
-            "which layers are adapted. Set lora_target_linear to true, or name modules."
+            f"lora_target_linear is {config.lora_target_linear} and lora_target_modules is "
+            f"{config.lora_target_modules}: one of them has to say which layers are adapted. Set "
+            "lora_target_linear to true, or name modules."
         )
     if (config.adapter == "qlora") != config.load_in_4bit:
         raise ValueError(
-            f"adapter is {config.adapter} and load_in_4bit is {config.load_in_4bit}; qlora means 4-bit weights under the adapter. "
-            "Set adapter: qlora with load_in_4bit: true, or adapter: lora with load_in_4bit: false."
+            f"adapter is {config.adapter} and load_in_4bit is {config.load_in_4bit}; qlora means 4-bit "
+            "weights under the adapter. Set adapter: qlora with load_in_4bit: true, or adapter: lora with "
+            "load_in_4bit: false."
         )
     if config.load_in_4bit and config.load_in_8bit:
         raise ValueError(
-            "load_in_4bit and load_in_8bit are both true: weights have one precision. Set one of them to false."
+            "load_in_4bit and load_in_8bit are both true: weights have one precision. Set one of them to "
+            "false."
         )
     if (config.load_in_4bit or config.load_in_8bit) and config.zero_stage >= 2:
         kind = (

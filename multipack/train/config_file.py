@@ -1,7 +1,7 @@
 """From a YAML file and a command line to a frozen configuration record.
 
-The file's values come first, `--key value` pairs go over them. A key that the record does not have is an error that names the
-nearest one it has: a misspelt key must never train with a default.
+The file's values come first, `--key value` pairs go over them. A key that the record does not have is an
+error that names the nearest one it has: a misspelt key must never train with a default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def read_config(
 ) -> Config:
     """Make a `config_type` from `--config FILE.yml` and `--key value` pairs.
 
-    Keys may be written with hyphens; `--flag` alone means `--flag true`; an empty key in the file means its default.
+    Keys may be written with hyphens; `--flag` alone means `--flag true`; an empty key in the file means its
+    default.
 
     Args:
         config_type: frozen dataclass whose fields are the keys.
@@ -91,7 +92,8 @@ def _without_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
         raise ValueError(f"{error}. Write --config FILE.yml.") from None
     if len(found.config) > 1:
         raise ValueError(
-            f"{len(found.config)} --config files were given; one can be read. Join them, or pass keys as --key value."
+            f"{len(found.config)} --config files were given; one can be read. Join them, or pass keys as "
+            "--key value."
         )
     return (found.config[0] if found.config else None), rest
 

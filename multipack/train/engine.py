@@ -2,11 +2,13 @@
 
     engine = build_engine(model, OptimizerSpec(...), EngineOptions(zero_stage=2))
     for i, batch in enumerate(micro_batches):                # as many on every rank
-        loss_sum = engine.micro_step(lambda model: causal_lm_loss_sum(model, batch), divisor=tokens, last=i == len(micro_batches) - 1)
+        loss_sum = engine.micro_step(lambda model: causal_lm_loss_sum(model, batch), divisor=tokens, last=i ==
+        len(micro_batches) - 1)
     gradient_norm = engine.step()
 
-The one rule: a loss is a sum on its rank, `divisor` counts the same things over all ranks and all micro-steps of the
-optimizer step, and so the gradient is that of one mean over them, however they were cut into ranks and micro-steps.
+The one rule: a loss is a sum on its rank, `divisor` counts the same things over all ranks and all micro-steps
+of the optimizer step, and so the gradient is that of one mean over them, however they were cut into ranks and
+micro-steps.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class EngineOptions:
     """How the model is spread over the ranks."""
 
     zero_stage: int = 0
-    """What ranks share out: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters (FSDP2 for 2 and 3)."""
+    """What ranks share out: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters (FSDP2
+    for 2 and 3)."""
     offload: bool = False
     """Keep the shards in host memory between uses; stages 2 and 3."""
     bf16: bool = False
@@ -62,7 +65,8 @@ class Engine(ABC):
     model: Callable[..., Any]
     """What a loss calls: the wrapped model."""
     module: nn.Module
-    """The model itself, unwrapped; its parameters are what the optimizer updates (shards with stages 2 and 3)."""
+    """The model itself, unwrapped; its parameters are what the optimizer updates (shards with stages 2 and
+    3)."""
     optimizer: torch.optim.Optimizer
     """Its `param_groups` carry the learning rate."""
     device: torch.device
@@ -73,7 +77,8 @@ class Engine(ABC):
 
         Args:
             loss_sum: gets the wrapped model, returns this rank's summed loss, a scalar.
-            divisor: what the sums of all ranks and micro-steps of this optimizer step are divided by, the same on all.
+            divisor: what the sums of all ranks and micro-steps of this optimizer step are divided by, the
+                same on all.
             last: whether `step` comes next. Every rank takes equally many micro-steps before it.
 
         Returns:
@@ -82,19 +87,23 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> Tensor:
-        """Clip, update, and clear the gradients; the gradient's norm over all ranks before clipping, a scalar tensor."""
+        """Clip, update, and clear the gradients; the gradient's norm over all ranks before clipping, a scalar
+        tensor."""
 
     @abstractmethod
     def infer(self, compute: Callable[[Any], T]) -> T:
-        """`compute(model)` without gradients, in the precision of training. Stage 3 needs it on all ranks alike."""
+        """`compute(model)` without gradients, in the precision of training. Stage 3 needs it on all ranks
+        alike."""
 
     @abstractmethod
     def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """While open every rank holds all parameters, and forwards talk to no other rank: for generation of any length."""
+        """While open every rank holds all parameters, and forwards talk to no other rank: for generation of
+        any length."""
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
-        """Trained parameters, buffers and optimizer state by name, as this rank holds them: loading writes into these tensors."""
+        """Trained parameters, buffers and optimizer state by name, as this rank holds them: loading writes
+        into these tensors."""
 
     @abstractmethod
     def loaded(self) -> None:
@@ -125,7 +134,8 @@ def build_engine(
 
 
 class _TorchEngine(Engine):
-    """The part in which DDP and FSDP2 agree: both average gradients over ranks, hence the factor of the world size."""
+    """The part in which DDP and FSDP2 agree: both average gradients over ranks, hence the factor of the world
+    size."""
 
     _local_optimizer: torch.optim.Optimizer
     """The one whose state lies on this rank: `optimizer` itself, or this rank's part of it."""
@@ -178,14 +188,16 @@ def _plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors training changes: parameters with a gradient, and buffers that belong to the model's state."""
+    """The tensors training changes: parameters with a gradient, and buffers that belong to the model's
+    state."""
     trained = {f"model.{name}": p.detach() for name, p in module.named_parameters() if p.requires_grad}
     kept = module.state_dict().keys()
     return trained | {f"model.{name}": buffer for name, buffer in module.named_buffers() if name in kept}
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer allocate its state by one step of rate 0 along a zero gradient, unless it has done real ones."""
+    """Let the optimizer allocate its state by one step of rate 0 along a zero gradient, unless it has done
+    real ones."""
     if optimizer.state:
         return
     rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -208,14 +220,16 @@ _NO_BUFFER_SYNC: dict[str, Any] = (
 
 
 class ReplicatedEngine(_TorchEngine):
-    """Stages 0 and 1: every rank holds the model; DDP sums gradients once a step; stage 1 shares out the optimizer state."""
+    """Stages 0 and 1: every rank holds the model; DDP sums gradients once a step; stage 1 shares out the
+    optimizer state."""
 
     def __init__(
         self, model: nn.Module, optimizer: OptimizerSpec, options: EngineOptions, device: torch.device
     ) -> None:
         if options.offload:
             raise ValueError(
-                f"offload needs zero_stage 2 or 3, got {options.zero_stage}: replicated weights stay on the device."
+                f"offload needs zero_stage 2 or 3, got {options.zero_stage}: replicated weights stay on the "
+                "device."
             )
         super().__init__(model.to(device), options, device)
         self._bf16 = options.bf16
@@ -265,7 +279,8 @@ def _shared_out(
 
 
 class ShardedEngine(_TorchEngine):
-    """Stages 2 and 3: FSDP2. Stage 2 gathers parameters and sums gradients once an optimizer step, stage 3 once a micro-step."""
+    """Stages 2 and 3: FSDP2. Stage 2 gathers parameters and sums gradients once an optimizer step, stage 3
+    once a micro-step."""
 
     def __init__(
         self, model: nn.Module, optimizer: OptimizerSpec, options: EngineOptions, device: torch.device
@@ -277,8 +292,8 @@ class ShardedEngine(_TorchEngine):
             )
         if whole := [name for name, p in model.named_parameters() if not p.is_floating_point()]:
             raise ValueError(
-                f"zero_stage {options.zero_stage} cannot shard quantised weights ({len(whole)}, the first is {whole[0]}): "
-                "take zero_stage 0 or 1, which share out what a QLoRA run trains."
+                f"zero_stage {options.zero_stage} cannot shard quantised weights ({len(whole)}, the first is "
+                f"{whole[0]}): take zero_stage 0 or 1, which share out what a QLoRA run trains."
             )
         self._each_micro_step = options.zero_stage == 3
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -1,8 +1,9 @@
 """The engine that trains with DeepSpeed (extra `deepspeed`), from a DeepSpeed JSON file.
 
-DeepSpeed keeps three habits that change a run in silence; this file takes each away. It clips at 1.0 unless told otherwise, so
-clipping is always written. It divides by a fixed number of micro-steps, so it is told 1 and the divisor stays ours. It thinks that
-every backward ends a step unless told otherwise, so the boundary is always set.
+DeepSpeed keeps three habits that change a run in silence; this file takes each away. It clips at 1.0 unless
+told otherwise, so clipping is always written. It divides by a fixed number of micro-steps, so it is told 1
+and the divisor stays ours. It thinks that every backward ends a step unless told otherwise, so the boundary
+is always set.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ T = TypeVar("T")
 def read_deepspeed_file(
     path: str, *, micro_batch_size: int, gradient_accumulation_steps: int, max_grad_norm: float, bf16: bool
 ) -> dict[str, Any]:
-    """The configuration in a DeepSpeed JSON file, checked against the run's; cheap, so that it can come before the model.
+    """The configuration in a DeepSpeed JSON file, checked against the run's; cheap, so that it can come
+    before the model.
 
     "auto" takes the run's value, or inside `zero_optimization` DeepSpeed's own default.
 
     Raises:
-        ValueError: DeepSpeed is not installed, or the file is missing, no JSON, or says something else than the run.
+        ValueError: DeepSpeed is not installed, or the file is missing, no JSON, or says something else than
+            the run.
     """
     if find_spec("deepspeed") is None:
         raise ValueError(
-            f"deepspeed: {path} needs DeepSpeed, which is not installed. Install multipack[train,deepspeed], or set zero_stage."
+            f"deepspeed: {path} needs DeepSpeed, which is not installed. Install multipack[train,deepspeed], "
+            "or set zero_stage."
         )
     try:
         file = json.loads(Path(path).read_text())
@@ -63,7 +67,8 @@ def read_deepspeed_file(
                 break
         if written != "auto" and written != value:
             raise ValueError(
-                f"{path} says {'.'.join(keys)}: {written}, the run says {value}. Write auto into the file, or the same value in both."
+                f"{path} says {'.'.join(keys)}: {written}, the run says {value}. Write auto into the file, "
+                "or the same value in both."
             )
     for section in ("optimizer", "scheduler", "train_batch_size"):
         if file.get(section, "auto") != "auto":
@@ -71,7 +76,8 @@ def read_deepspeed_file(
     zero = {key: value for key, value in file.get("zero_optimization", {}).items() if value != "auto"}
     if zero.get("stage", 0) not in (1, 2, 3):
         raise ValueError(
-            f"{path} sets zero_optimization.stage {zero.get('stage', 0)}; it is 1, 2 or 3. Stage 0 is zero_stage: 0."
+            f"{path} sets zero_optimization.stage {zero.get('stage', 0)}; it is 1, 2 or 3. Stage 0 is "
+            "zero_stage: 0."
         )
     ours = {"optimizer", "scheduler", "train_batch_size", "bf16", "fp16"} | {keys[0] for keys in run}
     return {key: value for key, value in file.items() if key not in ours and value != "auto"} | {
@@ -135,7 +141,8 @@ class DeepSpeedEngine(Engine):
             return
         import deepspeed
 
-        # The hooks around each layer gather and free its parameters; without them the gathered ones simply stay.
+        # The hooks around each layer gather and free its parameters; without them the gathered ones simply
+        # stay.
         offload = self._engine.optimizer.parameter_offload
         parameters = list(self.module.parameters())
         for parameter in parameters:
@@ -151,8 +158,8 @@ class DeepSpeedEngine(Engine):
     def state_tensors(self) -> dict[str, Tensor]:
         """Whole copies in host memory: DeepSpeed's own shards fit no other number of ranks.
 
-        But adamw_bnb_8bit quantises blocks of a flat shard, which cannot be cut again: its state is saved under the rank's name, and
-        loads on as many ranks.
+        But adamw_bnb_8bit quantises blocks of a flat shard, which cannot be cut again: its state is saved
+        under the rank's name, and loads on as many ranks.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -193,7 +200,8 @@ class DeepSpeedEngine(Engine):
         del self._copies
 
     def _write(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
-        """Put a whole float32 parameter, or its moment `key`, into this rank's shard of it, and the parameter into the model."""
+        """Put a whole float32 parameter, or its moment `key`, into this rank's shard of it, and the parameter
+        into the model."""
         import deepspeed
         from deepspeed import utils
 
@@ -205,7 +213,8 @@ class DeepSpeedEngine(Engine):
             with torch.no_grad():
                 parameter.copy_(value)
             return
-        # DeepSpeed's own setters for stage 3 fail where the ranks do not divide the parameter; the shards are padded then.
+        # DeepSpeed's own setters for stage 3 fail where the ranks do not divide the parameter; the shards are
+        # padded then.
         shard = utils.safe_get_local_fp32_param(parameter)
         padded = F.pad(value.flatten(), (0, shard.numel() * self._world_size - value.numel()))
         mine = padded[shard.numel() * dist.get_rank() :][: shard.numel()]
@@ -217,7 +226,8 @@ class DeepSpeedEngine(Engine):
             parameter.copy_(value)
 
     def _make_state(self) -> None:
-        """Let the optimizer allocate its state for every flat shard, by one step of rate 0 along a zero gradient."""
+        """Let the optimizer allocate its state for every flat shard, by one step of rate 0 along a zero
+        gradient."""
         groups = self.optimizer.param_groups
         for shard, group in self._shards():
             if shard not in self.optimizer.state:
@@ -231,7 +241,8 @@ class DeepSpeedEngine(Engine):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _shards(self) -> list[tuple[Tensor, int]]:
-        """The flat float32 shards of this rank that the optimizer updates, each with the number of its parameter group."""
+        """The flat float32 shards of this rank that the optimizer updates, each with the number of its
+        parameter group."""
         zero = self._engine.optimizer
         if self._stage == 3:
             return list(

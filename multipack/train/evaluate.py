@@ -1,4 +1,5 @@
-"""The validation loss: the mean over every target token of the validation rows, each counted once, over all ranks."""
+"""The validation loss: the mean over every target token of the validation rows, each counted once, over all
+ranks."""
 
 from __future__ import annotations
 

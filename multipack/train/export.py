@@ -13,7 +13,8 @@ from multipack.train.engine import Engine
 
 
 def export_model(engine: Engine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the whole model (with an adapter: the adapter alone) and the tokenizer to `folder`, which is replaced. All ranks together."""
+    """Write the whole model (with an adapter: the adapter alone) and the tokenizer to `folder`, which is
+    replaced. All ranks together."""
     parameters = engine.full_parameters()
     if dist.get_rank() == 0:
         partial = folder.with_name(folder.name + ".partial")

@@ -1,7 +1,8 @@
 """The training loop: one window of batches is one optimizer step, the same on every rank.
 
-What the ranks must know of each other is summed once a step, before it: the target tokens their losses are divided by, what is
-reported, and whether one of them was asked to stop. The loss itself is read one step late, so the device never waits for it.
+What the ranks must know of each other is summed once a step, before it: the target tokens their losses are
+divided by, what is reported, and whether one of them was asked to stop. The loss itself is read one step
+late, so the device never waits for it.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ class _Counts:
 
 
 class LateNumbers:
-    """Numbers on their way from the device: reading them waits for the work that made them, and for nothing enqueued since.
+    """Numbers on their way from the device: reading them waits for the work that made them, and for nothing
+    enqueued since.
 
-    `Tensor.item()` would wait for the whole stream, so a loss read one step late would wait for the step just enqueued.
+    `Tensor.item()` would wait for the whole stream, so a loss read one step late would wait for the step just
+    enqueued.
 
     Args:
         values: scalars.
@@ -151,8 +154,9 @@ class Stepper:
         metrics = replace(metrics, loss=loss, grad_norm=norm)
         if not (math.isfinite(loss) and math.isfinite(metrics.grad_norm)):
             raise FloatingPointError(
-                f"step {metrics.step}: loss {loss}, gradient norm {metrics.grad_norm}, at a learning rate of {metrics.learning_rate:g}. "
-                "The model is lost from here on: resume from a checkpoint with a lower learning_rate, more warmup_steps, or max_grad_norm 1."
+                f"step {metrics.step}: loss {loss}, gradient norm {metrics.grad_norm}, at a learning rate of "
+                f"{metrics.learning_rate:g}. The model is lost from here on: resume from a checkpoint with a "
+                "lower learning_rate, more warmup_steps, or max_grad_norm 1."
             )
         self._report(metrics)
 

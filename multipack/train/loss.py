@@ -1,7 +1,8 @@
 """Cross-entropy summed over target tokens.
 
-The one rule: nothing here takes a mean. A mean over a micro-batch gives its tokens another weight than those of the next
-one; the engine divides by the target tokens of the whole optimizer step, over all ranks, and by nothing else.
+The one rule: nothing here takes a mean. A mean over a micro-batch gives its tokens another weight than those
+of the next one; the engine divides by the target tokens of the whole optimizer step, over all ranks, and by
+nothing else.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ _ROWS_PER_CHUNK = 8192
 def causal_lm_loss_sum(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Sum of the next-token losses of a batch over its target tokens, a float32 scalar.
 
-    Only positions that predict a target go through the output layer, which for completions is a fraction of them. A
-    batch without any target gives 0 with zero gradients, so its rank still takes part in the step.
+    Only positions that predict a target go through the output layer, which for completions is a fraction of
+    them. A batch without any target gives 0 with zero gradients, so its rank still takes part in the step.
 
     Args:
-        batch: from `PackedCollator` or `PaddedCollator`; label t is predicted from the tokens before t of its row.
+        batch: from `PackedCollator` or `PaddedCollator`; label t is predicted from the tokens before t of its
+            row.
     """
     labels = batch["labels"]
     if "loss_weights" in batch:
         raise ValueError(
-            "the batch has loss_weights, which this sum over targets would ignore. Collate without loss_weights, or weigh the losses of "
-            "the tokens in a loop of one's own, see optimizer_steps."
+            "the batch has loss_weights, which this sum over targets would ignore. Collate without "
+            "loss_weights, or weigh the losses of the tokens in a loop of one's own, see optimizer_steps."
         )
     if labels.shape[0] > 1:
         logits = model(**model_inputs(batch)).logits[:, :-1]

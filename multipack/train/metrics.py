@@ -70,17 +70,20 @@ class StepMetrics:
 
     @property
     def padding_share(self) -> float:
-        """Share of computed slots that held padding, 0..1. Above 0.02: pack, or set pad_to_sequence_len to false."""
+        """Share of computed slots that held padding, 0..1. Above 0.02: pack, or set pad_to_sequence_len to
+        false."""
         return 1.0 - _ratio(self.num_tokens, self.num_slots)
 
     @property
     def bin_fill(self) -> float:
-        """Tokens over the room of their bins, 0..1. Below 0.95: rows are long for the capacity; raise sequence_len."""
+        """Tokens over the room of their bins, 0..1. Below 0.95: rows are long for the capacity; raise
+        sequence_len."""
         return _ratio(self.num_tokens, self.num_bin_slots)
 
     @property
     def wait_share(self) -> float:
-        """Share of wall time spent waiting for data, 0..1. Above 0.01 the loader is the bottleneck: raise num_workers."""
+        """Share of wall time spent waiting for data, 0..1. Above 0.01 the loader is the bottleneck: raise
+        num_workers."""
         return _ratio(self.wait_seconds, self.seconds)
 
 
@@ -125,7 +128,8 @@ class Operations(NamedTuple):
 def model_operations(model: nn.Module) -> Operations:
     """What a token costs in a transformers causal language model.
 
-    The input embedding is a look-up and costs nothing; where its matrix is also the output layer, it counts as that.
+    The input embedding is a look-up and costs nothing; where its matrix is also the output layer, it counts
+    as that.
     """
     module: Any = model
     head = {id(parameter) for parameter in module.get_output_embeddings().parameters()}
@@ -145,7 +149,8 @@ def model_operations(model: nn.Module) -> Operations:
 def flops_per_token(num_parameters: int, num_trainable: int) -> float:
     """Floating-point operations that a token costs in forward and backward, attention's products left out.
 
-    Two for each parameter forward, two for the gradient of its input, two for its own gradient where it is trained.
+    Two for each parameter forward, two for the gradient of its input, two for its own gradient where it is
+    trained.
     """
     return 4.0 * num_parameters + 2.0 * num_trainable
 

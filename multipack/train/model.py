@@ -30,10 +30,12 @@ def model_config(config: RunConfig, vocabulary: int, longest: int) -> Pretrained
     Args:
         config: of the run.
         vocabulary: tokens of the tokenizer; a small Llama is made for so many.
-        longest: tokens of the longest row. Positions restart in every row, so a bin may be longer than the model's.
+        longest: tokens of the longest row. Positions restart in every row, so a bin may be longer than the
+            model's.
 
     Raises:
-        ValueError: no such model, rows can be longer than the model's positions, or the tokenizer has more tokens than the model has embeddings.
+        ValueError: no such model, rows can be longer than the model's positions, or the tokenizer has more
+            tokens than the model has embeddings.
     """
     overrides = config.overrides_of_model_config
     if config.base_model is None:
@@ -48,19 +50,22 @@ def model_config(config: RunConfig, vocabulary: int, longest: int) -> Pretrained
             )
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"base_model {config.base_model} cannot be loaded; give a folder, or a name on the hub. {error}"
+                f"base_model {config.base_model} cannot be loaded; give a folder, or a name on the hub. "
+                f"{error}"
             ) from error
     limit = getattr(found, "max_position_embeddings", None)
     if limit is not None and longest > limit:
         raise ValueError(
-            f"the longest row has {longest} tokens but {config.base_model or 'the small Llama'} has {limit} positions: its end would "
-            f"use positions it never learnt. Lower sequence_len to {limit} with overlong: truncate, split or drop, or raise "
-            "max_position_embeddings in overrides_of_model_config."
+            f"the longest row has {longest} tokens but {config.base_model or 'the small Llama'} has {limit} "
+            f"positions: its end would use positions it never learnt. Lower sequence_len to {limit} with "
+            "overlong: truncate, split or drop, or raise max_position_embeddings in "
+            "overrides_of_model_config."
         )
     if vocabulary > found.vocab_size:
         raise ValueError(
-            f"the tokenizer has {vocabulary} tokens but {config.base_model or 'the small Llama'} has embeddings for {found.vocab_size}: the "
-            "others would have none. Use the model's own tokenizer, and special_tokens that it already has."
+            f"the tokenizer has {vocabulary} tokens but {config.base_model or 'the small Llama'} has "
+            f"embeddings for {found.vocab_size}: the others would have none. Use the model's own tokenizer, "
+            "and special_tokens that it already has."
         )
     return found
 
@@ -71,7 +76,8 @@ def build_model(config: TrainConfig, of: PretrainedConfig, *, bf16: bool) -> Any
     Args:
         config: of the run.
         of: what `model_config` returned.
-        bf16: whether the run computes in bfloat16; frozen weights are then kept in it, trained ones in float32.
+        bf16: whether the run computes in bfloat16; frozen weights are then kept in it, trained ones in
+            float32.
 
     Raises:
         ValueError: transformers has no class `model_type`, or no module fits the names to adapt.
@@ -113,7 +119,8 @@ def recompute_activations(model: Any) -> None:
 
 
 def verify_engine(engine: Engine, *, max_length: int) -> None:
-    """Refuse to train a model on packed batches that packing is wrong for; see `verify_packing`. All ranks together.
+    """Refuse to train a model on packed batches that packing is wrong for; see `verify_packing`. All ranks
+    together.
 
     Raises:
         SystemExit: with the model and the remedy.
@@ -155,13 +162,15 @@ def _model_class(name: str) -> Any:
     found = getattr(transformers, name, None)
     if found is None:
         raise ValueError(
-            f"model_type is {name}, which transformers {transformers.__version__} does not have. AutoModelForCausalLM finds the class."
+            f"model_type is {name}, which transformers {transformers.__version__} does not have. "
+            "AutoModelForCausalLM finds the class."
         )
     return found
 
 
 def _quantized(config: TrainConfig, of: PretrainedConfig, bf16: bool) -> Any:
-    """How transformers reads the weights: rounded to 8 or 4 bits, or the MXFP4 of a file widened to numbers that can be trained."""
+    """How transformers reads the weights: rounded to 8 or 4 bits, or the MXFP4 of a file widened to numbers
+    that can be trained."""
     if dict(getattr(of, "quantization_config", None) or {}).get("quant_method") == "mxfp4":
         return transformers.Mxfp4Config(dequantize=True)
     if config.load_in_8bit:
@@ -183,7 +192,8 @@ def _freeze_others(model: nn.Module, patterns: Sequence[str]) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         names = ", ".join(name for name, _ in islice(model.named_parameters(), 3))
         raise ValueError(
-            f"unfrozen_parameters {list(patterns)} match no parameter, so nothing would be trained. They are called {names}, ..."
+            f"unfrozen_parameters {list(patterns)} match no parameter, so nothing would be trained. They are "
+            f"called {names}, ..."
         )
 
 

@@ -19,7 +19,8 @@ class OptimizerSpec:
     """What to build once the engine has put the parameters into their final form."""
 
     name: str = "adamw_torch"
-    """adamw_torch, adamw_torch_fused, adamw_bnb_8bit (state in 8 bits, bitsandbytes), adamw_torch_8bit, adamw_torch_4bit (torchao) or sgd."""
+    """adamw_torch, adamw_torch_fused, adamw_bnb_8bit (state in 8 bits, bitsandbytes), adamw_torch_8bit,
+    adamw_torch_4bit (torchao) or sgd."""
     learning_rate: float = 1e-3
     """Highest learning rate of the schedule."""
     weight_decay: float = 0.0
@@ -44,17 +45,20 @@ class OptimizerSpec:
                 from torchao.optim import AdamW8bit as AdamW8bitOfTorchao
             except ImportError as error:
                 raise ValueError(
-                    f"optimizer {self.name} is torchao's, which is not installed: install torchao, or set adamw_bnb_8bit."
+                    f"optimizer {self.name} is torchao's, which is not installed: install torchao, or set "
+                    "adamw_bnb_8bit."
                 ) from error
             return (AdamW8bitOfTorchao if self.name.endswith("8bit") else AdamW4bit), adamw
         if self.name == "sgd":
             return torch.optim.SGD, {"lr": self.learning_rate, "momentum": self.betas[0]}
         raise ValueError(
-            f"no optimizer is called {self.name!r}: take adamw_torch, adamw_torch_fused, adamw_bnb_8bit, adamw_torch_8bit, adamw_torch_4bit or sgd."
+            f"no optimizer is called {self.name!r}: take adamw_torch, adamw_torch_fused, adamw_bnb_8bit, "
+            "adamw_torch_8bit, adamw_torch_4bit or sgd."
         )
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-        """The trainable parameters as one group with weight decay (matrices) and one without (vectors); empty ones left out."""
+        """The trainable parameters as one group with weight decay (matrices) and one without (vectors); empty
+        ones left out."""
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         matrices = [parameter for parameter in trainable if parameter.ndim > 1]
         vectors = [parameter for parameter in trainable if parameter.ndim <= 1]
@@ -84,9 +88,11 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
 def learning_rate_schedule(
     name: str, optimizer: torch.optim.Optimizer, *, warmup_steps: int, num_steps: int
 ) -> LambdaLR:
-    """Linear warm-up to the optimizer's rate, then `name`'s shape down to the last of `num_steps` optimizer steps.
+    """Linear warm-up to the optimizer's rate, then `name`'s shape down to the last of `num_steps` optimizer
+    steps.
 
-    The shapes are those of transformers' `get_scheduler`, whose import would load peft and bitsandbytes (4 s) for a formula.
+    The shapes are those of transformers' `get_scheduler`, whose import would load peft and bitsandbytes (4 s)
+    for a formula.
     """
     shape = _SHAPES[name]
 
@@ -101,8 +107,8 @@ def learning_rate_schedule(
 def go_to_step(schedule: LambdaLR, step: int) -> None:
     """Put a schedule where it is after `step` optimizer steps.
 
-    The rates are those of this run's keys: a saved schedule would bring the old learning rate back, also where a run that
-    diverged is resumed with a lower one.
+    The rates are those of this run's keys: a saved schedule would bring the old learning rate back, also
+    where a run that diverged is resumed with a lower one.
     """
     rates = [rate * factor(step) for rate, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     schedule.load_state_dict(schedule.state_dict() | {"last_epoch": step, "_last_lr": rates})
@@ -111,7 +117,8 @@ def go_to_step(schedule: LambdaLR, step: int) -> None:
 
 
 def set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
-    """Give a group of parameters a learning rate; torchao keeps it in a tensor, which must stay the same one."""
+    """Give a group of parameters a learning rate; torchao keeps it in a tensor, which must stay the same
+    one."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 _FAREWELL_S = 0.5
-"""gloo's threads drop the tensors of the last collectives a little later, and need the interpreter for it: one that is ending
-kills them and itself (`terminate called without an active exception`), which befell one run in twenty on busy machines."""
+"""gloo's threads drop the tensors of the last collectives a little later, and need the interpreter for it:
+one that is ending kills them and itself (`terminate called without an active exception`), which befell one
+run in twenty on busy machines."""
 
 
 _RANK_0_SPEAKS_S = 5.0
@@ -22,14 +23,16 @@ _RANK_0_SPEAKS_S = 5.0
 
 
 class RunError(RuntimeError):
-    """What the run was given cannot be trained on; a sentence that the user can act upon. The same on every rank."""
+    """What the run was given cannot be trained on; a sentence that the user can act upon. The same on every
+    rank."""
 
 
 @contextlib.contextmanager
 def one_sentence(command: str, *errors: type[Exception]) -> Iterator[None]:
     """End the process with an error of the user's as one sentence, once for all ranks.
 
-    Rank 0 says it at once, and torchrun then ends the others, which therefore wait a moment before they say what only they met.
+    Rank 0 says it at once, and torchrun then ends the others, which therefore wait a moment before they say
+    what only they met.
 
     Raises:
         SystemExit: in the place of one of `errors`.
@@ -46,11 +49,13 @@ def one_sentence(command: str, *errors: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_group(timeout_s: float = 1800.0) -> Iterator[torch.device]:
-    """Join the ranks that torchrun started, or make a group of one; gives this rank's device and leaves the group at the end.
+    """Join the ranks that torchrun started, or make a group of one; gives this rank's device and leaves the
+    group at the end.
 
-    A rank that waits for another one for more than `timeout_s` seconds ends with an error: a host that is cut off says nothing.
-    Small integers are summed over gloo on the CPU, so that counting tokens never waits for the GPU. An error on one of several
-    ranks ends its process without a farewell, which is how the others notice.
+    A rank that waits for another one for more than `timeout_s` seconds ends with an error: a host that is cut
+    off says nothing. Small integers are summed over gloo on the CPU, so that counting tokens never waits for
+    the GPU. An error on one of several ranks ends its process without a farewell, which is how the others
+    notice.
     """
     device = torch.device("cpu")
     backend = "gloo"
@@ -73,7 +78,8 @@ def process_group(timeout_s: float = 1800.0) -> Iterator[torch.device]:
 
 
 def leave_process_group() -> None:
-    """Leave the group once all ranks are here, and give gloo the moment it needs. All ranks together, before the process ends."""
+    """Leave the group once all ranks are here, and give gloo the moment it needs. All ranks together, before
+    the process ends."""
     dist.barrier()
     dist.destroy_process_group()
     time.sleep(_FAREWELL_S)

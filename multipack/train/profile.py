@@ -17,7 +17,8 @@ SKIPPED_STEPS = 3
 
 
 class StepProfile:
-    """Leaves `trace/rank-R.json.gz` with the steps after the first `SKIPPED_STEPS`; of fewer, where the run ends before.
+    """Leaves `trace/rank-R.json.gz` with the steps after the first `SKIPPED_STEPS`; of fewer, where the run
+    ends before.
 
     Args:
         folder: of the run.

@@ -1,7 +1,7 @@
 """What a person sees of a run: one progress bar, metrics.jsonl, TensorBoard, run.png and a last line.
 
-Only rank 0 makes a report. Lines of metrics.jsonl are flushed as they are written, so a killed run keeps what it did; a resumed
-run drops the lines after its checkpoint and goes on.
+Only rank 0 makes a report. Lines of metrics.jsonl are flushed as they are written, so a killed run keeps what
+it did; a resumed run drops the lines after its checkpoint and goes on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class MetricsLog:
 
 
 WARM_UP_STEPS = 3
-"""First steps of a process, which also allocate, compile and fill queues; the summary gives the rate without them as well."""
+"""First steps of a process, which also allocate, compile and fill queues; the summary gives the rate without
+them as well."""
 
 
 def peak_memory() -> str:
@@ -135,7 +136,8 @@ class RunReport:
         self._bar.write(text)
 
     def close(self, *, failed: BaseException | None = None) -> str:
-        """Write what is pending, draw run.png, end the bar and print the summary, which is returned; a second call only returns it.
+        """Write what is pending, draw run.png, end the bar and print the summary, which is returned; a second
+        call only returns it.
 
         Args:
             failed: what ended the run before its end; the last line then says so, and after which step.
@@ -165,7 +167,8 @@ class RunReport:
         return f"{self._bar.desc}: {found} | peak memory {peak_memory()}"
 
     def summary(self) -> str:
-        """One line about all steps of this process: rates over the wall time of steps, validation and saving left out."""
+        """One line about all steps of this process: rates over the wall time of steps, validation and saving
+        left out."""
         if self._total is None:
             return f"{self._bar.desc}: 0 steps trained"
         total = self._total
@@ -174,9 +177,10 @@ class RunReport:
         if self._steady is not None:
             steady = f" ({self._steady.tokens_per_s:,.0f} without the first {WARM_UP_STEPS} steps)"
         return (
-            f"{self._bar.desc}: step {total.step}, last loss {self._last_loss:.4f}, {total.num_sequences:,} samples and {total.num_tokens:,} tokens "
-            f"in {total.seconds:.1f} s | {total.samples_per_s:,.2f} samples/s | {total.tokens_per_s:,.0f} tokens/s{steady} | "
-            f"padding {total.padding_share:.2%} | data wait {total.wait_share:.2%} | bin fill {total.bin_fill:.2%}{mfu}"
+            f"{self._bar.desc}: step {total.step}, last loss {self._last_loss:.4f}, {total.num_sequences:,} "
+            f"samples and {total.num_tokens:,} tokens in {total.seconds:.1f} s | {total.samples_per_s:,.2f} "
+            f"samples/s | {total.tokens_per_s:,.0f} tokens/s{steady} | padding {total.padding_share:.2%} | "
+            f"data wait {total.wait_share:.2%} | bin fill {total.bin_fill:.2%}{mfu}"
         )
 
     def _mfu(self, metrics: StepMetrics) -> float:

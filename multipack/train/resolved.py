@@ -1,4 +1,5 @@
-"""The configuration as it was resolved, and the versions it ran with, so that a run can be repeated from its own folder."""
+"""The configuration as it was resolved, and the versions it ran with, so that a run can be repeated from its
+own folder."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _PACKAGES = (
 
 
 def write_resolved(config: RunConfig, folder: Path) -> Path:
-    """Write `config.yml` to the run's folder: every key with its value, for `--config`, under the versions as comments.
+    """Write `config.yml` to the run's folder: every key with its value, for `--config`, under the versions as
+    comments.
 
     A checkpoint to resume from is left out: repeated, the run starts at its beginning.
     """

@@ -1,4 +1,5 @@
-"""Which rows every optimizer step trained on, for those who want to check that each came once (`log_rows`)."""
+"""Which rows every optimizer step trained on, for those who want to check that each came once
+(`log_rows`)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class RowLog:
 
     Args:
         folder: of the run.
-        first_step: steps of the checkpoint the run goes on from. Lines of later steps, of any rank, were of an attempt that is
-            undone, and are dropped. All ranks together.
+        first_step: steps of the checkpoint the run goes on from. Lines of later steps, of any rank, were of
+            an attempt that is undone, and are dropped. All ranks together.
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
@@ -31,7 +32,8 @@ class RowLog:
         self._file = (rows / f"rank-{dist.get_rank()}.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def write(self, step: int, batches: Iterable[dict[str, Any]]) -> None:
-        """Add the rows of a step; repeats that only even out the ranks, and -1 that only fills static shapes, are left out."""
+        """Add the rows of a step; repeats that only even out the ranks, and -1 that only fills static shapes,
+        are left out."""
         counted = (batch["indices"].tolist() for batch in batches if batch["num_sequences"])
         rows = [row for of_batch in counted for row in of_batch if row >= 0]
         self._file.write(json.dumps({"step": step, "rows": rows}) + "\n")

@@ -1,4 +1,5 @@
-"""What every training run is told, supervised or PPO: model, adapter, optimizer, engine, where its files go."""
+"""What every training run is told, supervised or PPO: model, adapter, optimizer, engine, where its files
+go."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class RunConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with `base_model` or the tokenizer. Off: such models are refused."""
     tokenizer: str | None = None
-    """Folder or hub name. None: that of `base_model`; without a base model the built-in tokenizer of bytes."""
+    """Folder or hub name. None: that of `base_model`; without a base model the built-in tokenizer of
+    bytes."""
     tokenizer_type: str = "AutoTokenizer"
     """Class of transformers that loads the tokenizer."""
     chat_template: str | None = None
@@ -37,7 +39,8 @@ class RunConfig:
 
     # Adapters
     adapter: Literal["lora", "qlora"] | None = None
-    """Train low-rank matrices beside frozen weights (LoRA), which qlora keeps in 4 bits. PPO takes the frozen weights as reference."""
+    """Train low-rank matrices beside frozen weights (LoRA), which qlora keeps in 4 bits. PPO takes the frozen
+    weights as reference."""
     load_in_4bit: bool = False
     """Hold the frozen weights as 4-bit NormalFloat; goes with `adapter: qlora`."""
     load_in_8bit: bool = False
@@ -54,19 +57,23 @@ class RunConfig:
     lora_target_parameters: list[str] | None = None
     """Names of parameters to adapt that are no layer of their own, such as the experts of a mixture."""
     lora_modules_to_save: list[str] | None = None
-    """Modules that are trained whole beside the adapter and saved with it, such as embed_tokens and lm_head."""
+    """Modules that are trained whole beside the adapter and saved with it, such as embed_tokens and
+    lm_head."""
     lora_rank_stabilized: bool = False
     """Scale the added product by `lora_alpha / sqrt(lora_r)` (rsLoRA)."""
     unfrozen_parameters: list[str] = field(default_factory=list)
-    """Regular expressions that names of parameters begin with, dots taken literally: only parameters with a match are trained. Empty: all."""
+    """Regular expressions that names of parameters begin with, dots taken literally: only parameters with a
+    match are trained. Empty: all."""
 
     # Optimizer
     optimizer: Optimizer = "adamw_torch"
-    """Update rule; adamw_bnb_8bit keeps its state in 8 bits (bitsandbytes), adamw_torch_8bit and 4bit in 8 or 4 (torchao)."""
+    """Update rule; adamw_bnb_8bit keeps its state in 8 bits (bitsandbytes), adamw_torch_8bit and 4bit in 8 or
+    4 (torchao)."""
     lr_scheduler: Schedule = "cosine"
     """Shape of the learning rate over the run; cosine and linear end at 0."""
     learning_rate: float = 1e-3
-    """Highest learning rate. The default suits the small random Llama; fine-tuning takes 1e-5 to 2e-4, PPO 1e-6 to 1e-5."""
+    """Highest learning rate. The default suits the small random Llama; fine-tuning takes 1e-5 to 2e-4, PPO
+    1e-6 to 1e-5."""
     warmup_steps: int | float = 0
     """Steps in which the learning rate rises from 0, or a share of the run below 1."""
     weight_decay: float = 0.0
@@ -90,7 +97,8 @@ class RunConfig:
     zero_stage: Literal[0, 1, 2, 3] = 0
     """What ranks share: nothing (DDP), optimizer state, also gradients, also parameters."""
     offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory between uses; needs `zero_stage` 2 or 3."""
+    """Keep parameters, gradients and optimizer state in host memory between uses; needs `zero_stage` 2 or
+    3."""
     deepspeed: str | None = None
     """DeepSpeed JSON file; trains with DeepSpeed and the file's stage instead of `zero_stage`."""
     ddp_timeout: float = 1800.0

@@ -1,7 +1,8 @@
-"""Supervised fine-tuning: `torchrun --nproc-per-node N -m multipack.train sft [--config FILE.yml] [--key value]`.
+"""Supervised fine-tuning: `torchrun --nproc-per-node N -m multipack.train sft [--config FILE.yml] [--key
+value]`.
 
-First everything that can be wrong is found out (`plan_run`), at the cost of reading data and sizes; only then is a model loaded
-(`train`).
+First everything that can be wrong is found out (`plan_run`), at the cost of reading data and sizes; only then
+is a model loaded (`train`).
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def plan_run(config: TrainConfig, data: PreparedData, device: torch.device) -> R
     """Find out everything that can be known before the model is loaded. All ranks together.
 
     Raises:
-        ValueError: no rank would train, or the model, the data or the checkpoint does not fit; with numbers and remedy.
+        ValueError: no rank would train, or the model, the data or the checkpoint does not fit; with numbers
+            and remedy.
     """
     checkpoint = checkpoint_to_resume(config.resume_from_checkpoint, Path(config.output_dir))
     state = read_state(checkpoint) if checkpoint is not None else {}
@@ -162,13 +164,13 @@ def plan_run(config: TrainConfig, data: PreparedData, device: torch.device) -> R
         num_steps = min(num_steps, config.max_steps)
     if num_steps < first_step:
         raise ValueError(
-            f"{checkpoint} is at step {first_step}, beyond max_steps {config.max_steps}: no step can be taken back. Raise max_steps, or "
-            "resume from an earlier checkpoint."
+            f"{checkpoint} is at step {first_step}, beyond max_steps {config.max_steps}: no step can be "
+            "taken back. Raise max_steps, or resume from an earlier checkpoint."
         )
     if warmup_of(config.warmup_steps, num_steps) > num_steps:
         raise ValueError(
-            f"warmup_steps is {config.warmup_steps} but the run has {num_steps} optimizer steps: the learning rate would never arrive. "
-            "Lower warmup_steps, or raise num_epochs."
+            f"warmup_steps is {config.warmup_steps} but the run has {num_steps} optimizer steps: the "
+            "learning rate would never arrive. Lower warmup_steps, or raise num_epochs."
         )
     validation = None
     if data.validation is not None:
@@ -217,8 +219,8 @@ def train(run: Run, options: EngineOptions) -> None:
         stepper = Stepper(engine, schedule, first_step=run.first_step, report=note, stop=stop)
         if report is not None and run.first_step == run.num_steps:
             report.message(
-                f"{run.checkpoint} is at step {run.first_step} of {run.num_steps}: nothing is left to train, the model is exported. "
-                "More steps: raise num_epochs or max_steps."
+                f"{run.checkpoint} is at step {run.first_step} of {run.num_steps}: nothing is left to train, "
+                "the model is exported. More steps: raise num_epochs or max_steps."
             )
         for window in islice(windows(run.loader, config), run.num_steps - run.first_step):
             stepper.take(window)
@@ -234,7 +236,8 @@ def train(run: Run, options: EngineOptions) -> None:
             export_model(engine, run.data.tokenizer, run.folder / "model")
         elif report is not None:
             report.message(
-                f"stopped by SIGTERM after step {stepper.step}; saved {saved}: resume with --resume_from_checkpoint last"
+                f"stopped by SIGTERM after step {stepper.step}; saved {saved}: resume with "
+                "--resume_from_checkpoint last"
             )
 
 
@@ -260,10 +263,11 @@ def _opening(run: Run, options: EngineOptions, model: Any) -> str:
     engine = "DeepSpeed" if options.deepspeed is not None else f"zero_stage {options.zero_stage}"
     packing = f"bins of {config.sequence_len:,}" if config.sample_packing else "padded rows"
     return (
-        f"sft: {rows:,} rows, {tokens:,} tokens, the longest row {run.data.longest:,} | {config.micro_batch_size} {packing} a rank and "
-        f"micro-step, {len(run.loader):,} micro-steps an epoch\n"
-        f"sft: steps {run.first_step:,} to {run.num_steps:,} | {dist.get_world_size()} ranks on {run.device.type}, {engine}, "
-        f"{'bfloat16' if options.bf16 else 'float32'} | {trained:,} of {every:,} parameters trained"
+        f"sft: {rows:,} rows, {tokens:,} tokens, the longest row {run.data.longest:,} | "
+        f"{config.micro_batch_size} {packing} a rank and micro-step, {len(run.loader):,} micro-steps an "
+        f"epoch\nsft: steps {run.first_step:,} to {run.num_steps:,} | {dist.get_world_size()} ranks on "
+        f"{run.device.type}, {engine}, {'bfloat16' if options.bf16 else 'float32'} | {trained:,} of "
+        f"{every:,} parameters trained"
     )
 
 

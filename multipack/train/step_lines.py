@@ -7,9 +7,11 @@ from pathlib import Path
 
 
 def keep_steps(path: Path, last: int) -> None:
-    """Drop the lines of steps after `last`, which an attempt that is undone has left, and half a line of a killed process.
+    """Drop the lines of steps after `last`, which an attempt that is undone has left, and half a line of a
+    killed process.
 
-    0 drops all, whatever they are; a missing file becomes an empty one. A kill meanwhile leaves the file as it was.
+    0 drops all, whatever they are; a missing file becomes an empty one. A kill meanwhile leaves the file as
+    it was.
     """
     text = path.read_text(encoding="utf-8") if last and path.exists() else ""
     whole = [line for line in text.split("\n")[:-1] if line]

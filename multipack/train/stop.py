@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class StopOnSigterm:
-    """While open, SIGTERM asks for an end instead of being one: schedulers send it some time before they kill."""
+    """While open, SIGTERM asks for an end instead of being one: schedulers send it some time before they
+    kill."""
 
     requested = False
     """Whether the signal came, on this rank. The ranks agree on an end by summing this."""

@@ -1,7 +1,7 @@
 """From prepared tokens to the windows of batches that optimizer steps take.
 
-Everything about order, ranks and tails is multipack's samplers; here they are put together as the configuration says, and
-their exact lengths are turned into a number of optimizer steps.
+Everything about order, ranks and tails is multipack's samplers; here they are put together as the
+configuration says, and their exact lengths are turned into a number of optimizer steps.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def steps_left(sampler: DistributedBatchSampler, steps_of_epochs: list[int], con
 
 
 def windows(loader: DataLoader[Any], config: TrainConfig) -> Iterator[Window]:
-    """The optimizer steps from the sampler's position to the end of the last epoch, never across an epoch's end."""
+    """The optimizer steps from the sampler's position to the end of the last epoch, never across an epoch's
+    end."""
     sampler = loader.batch_sampler
     assert isinstance(sampler, DistributedBatchSampler)
     while (epoch := sampler.epoch) < config.num_epochs:

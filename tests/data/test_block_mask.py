@@ -34,7 +34,8 @@ def visible_pairs(batch):
 
 
 def kinds(mask, block):
-    """0, 1 or 2 for blocks that are not, partly and wholly visible, [rows, blocks, blocks]; what is outside counts as not."""
+    """0, 1 or 2 for blocks that are not, partly and wholly visible, [rows, blocks, blocks]; what is outside
+    counts as not."""
     rows, slots, _ = mask.shape
     size = -(-slots // block) * block
     padded = torch.zeros(rows, size, size, dtype=torch.bool)

@@ -1,4 +1,5 @@
-"""Batches against plain Python, against trl's and transformers' collators, and by hand where these are wrong."""
+"""Batches against plain Python, against trl's and transformers' collators, and by hand where these are
+wrong."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ def test_labels_are_shifted_before_the_cut():
 
 
 def test_zigzag_cuts_each_sequence():
-    # NVIDIA/TransformerEngine's order: sequences of 5 and 3 tokens, 2 ranks: 8 + 4 slots, chunks of 2 and of 1.
+    # NVIDIA/TransformerEngine's order: sequences of 5 and 3 tokens, 2 ranks: 8 + 4 slots, chunks of 2 and of
+    # 1.
     batch = batch_of([5, 3], align_to=4)
     assert batch["cu_seq_lens_q"].tolist() == [0, 8, 12]
     assert batch["cu_seq_lens_real"].tolist() == [0, 5, 8]
@@ -192,7 +193,8 @@ def test_slices_are_a_partition_of_the_batch(case):
 
 
 def test_attention_of_joined_slices_is_that_of_the_sequences():
-    # NVIDIA/TransformerEngine 1930: 4 and 3 tokens on 2 ranks. Each rank's queries see all keys of their sequence so far.
+    # NVIDIA/TransformerEngine 1930: 4 and 3 tokens on 2 ranks. Each rank's queries see all keys of their
+    # sequence so far.
     batch = numbered(batch_of([4, 3], align_to=4))
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 8, 16, generator=generator)

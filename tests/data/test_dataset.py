@@ -596,7 +596,8 @@ def test_a_corrupt_arrow_file_is_an_error_not_a_crash(tmp_path):
 
 
 def test_sequences_without_targets_are_counted_and_dropped_where_asked() -> None:
-    # Prompt of 10, answer of 5. Cut to 8 tokens: 8 without a target, 7 cut off; in fragments: 8 (0 targets) and 7 (5).
+    # Prompt of 10, answer of 5. Cut to 8 tokens: 8 without a target, 7 cut off; in fragments: 8 (0 targets)
+    # and 7 (5).
     row = {"input_ids": list(range(15)), "labels": [-100] * 10 + list(range(10, 15))}
     short = {"input_ids": [1, 2], "labels": [-100, 2]}
     cut = TokenDataset([row, short], max_length=8, overlong="truncate", without_targets="drop")

@@ -375,8 +375,9 @@ def test_values_at_odd_addresses_are_read():
 
 
 def test_the_interpreter_is_free_while_a_batch_is_written():
-    # Another thread notes the time in a loop. Were the interpreter locked, its first note after the start of a run could
-    # only come after the end; on a busy machine it may take some tries until one comes in the first half.
+    # Another thread notes the time in a loop. Were the interpreter locked, its first note after the start of
+    # a run could only come after the end; on a busy machine it may take some tries until one comes in the
+    # first half.
     num_slots = 1 << 23
     gather = _core.Gather(int64(0), None, int64(num_slots), int64(0), num_slots)
     gather.tokens(flat_column(np.ones(num_slots, np.int32)), np.empty(num_slots, np.int64), 0)

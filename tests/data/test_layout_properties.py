@@ -1,4 +1,5 @@
-"""What must hold however Arrow lays out the rows: types, chunks, slices, offsets, index maps, extension types, nulls."""
+"""What must hold however Arrow lays out the rows: types, chunks, slices, offsets, index maps, extension
+types, nulls."""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ def test_the_first_row_with_a_null_is_named(data: st.DataObject, length: int | N
 
 
 def test_a_null_that_covers_a_row_is_not_skipped() -> None:
-    # Row 1 of shape (1, L) is null, though a list lies where it would be: flattened, row 2 would slip into its place.
+    # Row 1 of shape (1, L) is null, though a list lies where it would be: flattened, row 2 would slip into
+    # its place.
     inner = pa.array([[1, 2], [3], [4]])
     offsets = pa.py_buffer(np.arange(4, dtype=np.int32))
     column = pa.Array.from_buffers(

@@ -95,7 +95,8 @@ def _rank(rank: int, store: str, answers: Any) -> None:
 
 
 def _divided(rank: int, ranks: int) -> list[tuple[float, float]]:
-    """Of each step: what its weights are divided by over all ranks, and this rank's share of the divided weights."""
+    """Of each step: what its weights are divided by over all ranks, and this rank's share of the divided
+    weights."""
     loader = packed_dataloader(
         [list(range(n)) for n in LENGTHS],
         32,

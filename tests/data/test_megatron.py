@@ -156,7 +156,8 @@ def put(raw: bytes, at: int, value: bytes) -> bytes:
     return raw[:at] + value + raw[at + len(value) :]
 
 
-# Header of 34 bytes: 9 magic, 8 version, 1 dtype, 8 sequences, 8 documents. Then 4 lengths, 4 pointers, 3 documents.
+# Header of 34 bytes: 9 magic, 8 version, 1 dtype, 8 sequences, 8 documents. Then 4 lengths, 4 pointers, 3
+# documents.
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [

@@ -219,7 +219,8 @@ def test_every_batch_of_every_epoch_has_one_shape(layout, tail):
 
 
 def test_the_planned_limit_is_never_exceeded():
-    # 10,000 rows of one token, at most 64 a bin: ceil(10,000 / 64) = 157 bins, each of which the collator takes.
+    # 10,000 rows of one token, at most 64 a bin: ceil(10,000 / 64) = 157 bins, each of which the collator
+    # takes.
     dataset = TokenDataset([[1]] * 10_000)
     sampler = MultipackBatchSampler(dataset.lengths, 4096, max_sequences_per_bin=64)
     collator = static(capacity=4096, max_sequences_per_bin=64, **FLAT)

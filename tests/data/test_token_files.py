@@ -1,4 +1,5 @@
-"""Files of nothing but tokens: documents by end token, by metadata, or none; headers that are recognised; broken files."""
+"""Files of nothing but tokens: documents by end token, by metadata, or none; headers that are recognised;
+broken files."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ def sparse_file(path: Path, dtype: str, size: int) -> np.memmap:
 
 @pytest.mark.report("huggingface/datasets#615")
 def test_more_elements_than_32_bits_count() -> None:
-    """The report's element type is null, whose elements are nulls and hence an error here; bits need little memory as well."""
+    """The report's element type is null, whose elements are nulls and hence an error here; bits need little
+    memory as well."""
     elements = 1_000_000_000
     bits = np.zeros(2 * elements // 8, np.uint8)
     bits[-1] = 0b10100000  # the last eight elements of each chunk: 0, 0, 0, 0, 0, 1, 0, 1
@@ -60,7 +61,8 @@ def test_row_times_stride_beyond_int32(tmp_path: Path) -> None:
     values[598 * stride : 598 * stride + 3] = [7, 8, 9]
     dataset = TokenDataset((values, np.arange(600) * stride), max_length=3, overlong="truncate")
     assert dataset[598]["input_ids"].tolist() == [7, 8, 9]
-    # As many bins of that capacity as rows would need more slots than int32 boundaries can name: an error, no wrap.
+    # As many bins of that capacity as rows would need more slots than int32 boundaries can name: an error, no
+    # wrap.
     selection = Selection(dataset, np.arange(599), range(600), repeated=False)
     with pytest.raises(ValueError, match=r"2156400000 slots in one batch are above 2\^31 - 1"):
         PackedCollator(layout="rows", capacity=stride)(selection)

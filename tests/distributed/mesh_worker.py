@@ -1,4 +1,5 @@
-"""One rank of test_mesh.py: four gloo ranks as two replicas of two tensor-parallel ranks; writes what it saw as JSON."""
+"""One rank of test_mesh.py: four gloo ranks as two replicas of two tensor-parallel ranks; writes what it saw
+as JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def main(folder: Path) -> None:
     rows = TokenDataset([rng.integers(0, 1000, size).tolist() for size in rng.integers(1, 60, NUM_ROWS)])
     options = {"capacity": 64, "return_indices": True}
     accelerator = Accelerator(cpu=True)
-    # accelerate takes a ParallelismConfig on GPUs only; there it lies where this puts it, and makes this mesh.
+    # accelerate takes a ParallelismConfig on GPUs only; there it lies where this puts it, and makes this
+    # mesh.
     config = ParallelismConfig(dp_shard_size=2, tp_size=2)
     AcceleratorState._shared_state["parallelism_config"] = config
     answer = {"accelerate": refusal(lambda: packed_dataloader(rows, **options))}

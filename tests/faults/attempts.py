@@ -1,4 +1,5 @@
-"""Attempts at a run in processes of their own, which are forked from one that has imported everything: a new attempt begins in milliseconds.
+"""Attempts at a run in processes of their own, which are forked from one that has imported everything: a new
+attempt begins in milliseconds.
 
 An attempt writes what it says to a file, and may be told where to die.
 """
@@ -92,7 +93,8 @@ def train(arguments: list[str], die_at: str | None = None, largest_bytes: int | 
 
 
 def _die_at(place: str) -> None:
-    """Kill this process at "module:function", before its second call, or behind that with "module:function:after"."""
+    """Kill this process at "module:function", before its second call, or behind that with
+    "module:function:after"."""
     module_name, name, *after = place.split(":")
     module = importlib.import_module(module_name)
     function = getattr(module, name)

@@ -1,4 +1,5 @@
-"""Disks that are full and files that end early: an error that says so, nothing half written that counts, and the run goes on."""
+"""Disks that are full and files that end early: an error that says so, nothing half written that counts, and
+the run goes on."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def test_data_that_end_early_name_their_file(suffix: str, tmp_path: Path, long_f
 
 
 def test_an_arrow_file_cut_anywhere_is_an_error_or_whole_batches(tmp_path: Path, long_form: bool) -> None:
-    """A stream that ends between two batches has no sign of it in its bytes; everywhere else the cut is found."""
+    """A stream that ends between two batches has no sign of it in its bytes; everywhere else the cut is
+    found."""
     lengths = np.arange(1, 101)
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     tokens = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.arange(offsets[-1], dtype=np.int32)))

@@ -1,4 +1,5 @@
-"""Ctrl-C at any moment: the process ends within two seconds, with an error and without leaving a child behind."""
+"""Ctrl-C at any moment: the process ends within two seconds, with an error and without leaving a child
+behind."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ MOST_SECONDS = 2.0
 
 
 def read_for_ever(worker_type: Any, num_workers: int) -> None:
-    """Passes over a small data set, one after the other, from planning to the last batch; with worker processes one long pass,
-    because Python loses an interrupt that comes while it forks."""
+    """Passes over a small data set, one after the other, from planning to the last batch; with worker
+    processes one long pass, because Python loses an interrupt that comes while it forks."""
     from multipack.loading.packed import packed_dataloader
 
     count = 3_000_000 if worker_type == "process" else 10_000
@@ -49,7 +50,8 @@ def wait_for(condition: Callable[[], bool], limit_s: float) -> bool:
 
 
 def interrupt(function: Any, *arguments: Any, said: Path, begun: Callable[[], bool], delay_s: float) -> float:
-    """Start a process, send SIGINT so long after it has begun, and check how it ends. Returns the seconds that it took."""
+    """Start a process, send SIGINT so long after it has begun, and check how it ends. Returns the seconds
+    that it took."""
     with killed_at_the_end([start(function, *arguments, said=said, OMP_NUM_THREADS="1")]) as processes:
         (process,) = processes
         assert process.pid is not None

@@ -1,4 +1,5 @@
-"""kill -9 at any moment of training and saving: the run goes on from its last checkpoint, and each row is trained on exactly once."""
+"""kill -9 at any moment of training and saving: the run goes on from its last checkpoint, and each row is
+trained on exactly once."""
 
 from __future__ import annotations
 

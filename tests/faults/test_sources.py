@@ -1,4 +1,5 @@
-"""Sources that fail, hang or end in the middle: batches before the fault arrive, the fault is named, and after a repair the rest comes once."""
+"""Sources that fail, hang or end in the middle: batches before the fault arrive, the fault is named, and
+after a repair the rest comes once."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def test_a_row_that_raises_stops_exactly_there_and_the_rest_comes_after_a_repair
     place: int, error: BaseException, way: dict[str, Any]
 ) -> None:
     whole = list(loader(Faulty(0, None), num_workers=0))
-    # With one reader the place-th read is in batch (place - 1) // 3; with more readers it is in that one or a near one.
+    # With one reader the place-th read is in batch (place - 1) // 3; with more readers it is in that one or a
+    # near one.
     broken = loader(Faulty(place, fail(error)), **way)
     before: list[list[int]] = []
     with pytest.raises(type(error)):

@@ -1,8 +1,10 @@
-"""Random calls of the compiled module with wrong lengths, offsets, buffers and threads: an answer or an exception, never more.
+"""Random calls of the compiled module with wrong lengths, offsets, buffers and threads: an answer or an
+exception, never more.
 
     python tests/fuzz/fuzz_core.py PATH_OF_CORE SECONDS SEED
 
-The module is loaded by its path and without the package, so that a build under a sanitizer needs no torch beside it.
+The module is loaded by its path and without the package, so that a build under a sanitizer needs no torch
+beside it.
 """
 
 from __future__ import annotations
@@ -171,7 +173,8 @@ def fuzz_gather(core: Any, rng: np.random.Generator) -> None:
 
 
 def fuzz_threads(core: Any, rng: np.random.Generator) -> None:
-    """Threads that read one column and pack the same lengths get what one thread gets, while the instruction set changes."""
+    """Threads that read one column and pack the same lengths get what one thread gets, while the instruction
+    set changes."""
     column, lengths = any_column(core, rng, corrupt=False)
     rows = np.arange(len(lengths))
     sizes = np.array(lengths, np.int64)

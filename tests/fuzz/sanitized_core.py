@@ -1,4 +1,5 @@
-"""Plugin of pytest: the tests use the build of the compiled module that SANITIZED_CORE names, in the place of the installed one."""
+"""Plugin of pytest: the tests use the build of the compiled module that SANITIZED_CORE names, in the place of
+the installed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two seconds of random calls of the installed module. `tests/sanitize.sh` makes many more, on builds that see each wrong access."""
+"""Two seconds of random calls of the installed module. `tests/sanitize.sh` makes many more, on builds that
+see each wrong access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One rank of test_context_attention.py: trains on its slices and on whole batches, and says how far apart they are."""
+"""One rank of test_context_attention.py: trains on its slices and on whole batches, and says how far apart
+they are."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def model_of(kind, attention):
 
 
 def compare(kind, batch, mesh):
-    """The largest gradient of the mean loss of the whole batch, and the largest difference of loss and gradients of slices."""
+    """The largest gradient of the mean loss of the whole batch, and the largest difference of loss and
+    gradients of slices."""
     targets = batch["num_target_tokens"]
     shifted = torch.cat((batch["labels"][:, 1:], torch.full((1, 1), -100)), 1)
     model = model_of(kind, "multipack")

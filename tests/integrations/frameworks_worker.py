@@ -50,7 +50,8 @@ def accumulate(accelerator: Any, model: Any, optimizer: Any, batch: Any) -> bool
 
 
 def accelerate_cell(folder: Path) -> Answer:
-    """Accumulation over an odd number of batches, save_state and load_state, skip_first_batches, gather_for_metrics."""
+    """Accumulation over an odd number of batches, save_state and load_state, skip_first_batches,
+    gather_for_metrics."""
     from accelerate import Accelerator
 
     from multipack.integrations.accelerate import skip_first_batches
@@ -190,7 +191,8 @@ def trainer_cell(folder: Path) -> Answer:
 
 
 def lightning_cell(folder: Path) -> Answer:
-    """Three epochs by a data module and by a bare loader, with Lightning's default flags; resumed inside two of them."""
+    """Three epochs by a data module and by a bare loader, with Lightning's default flags; resumed inside two
+    of them."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -317,7 +319,8 @@ def deepspeed_cell(folder: Path) -> Answer:
 
 
 def pipeline_batches(num_steps: int) -> Seen:
-    """What a pipeline engine takes by `train_batch`, two micro-batches a step. It wants pairs (inputs, labels)."""
+    """What a pipeline engine takes by `train_batch`, two micro-batches a step. It wants pairs (inputs,
+    labels)."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.dataloader import RepeatingLoader

@@ -17,7 +17,8 @@ from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampl
 
 CAPACITY = 64
 OPTIONS: dict[str, Any] = {"seed": 15, "method": "next_fit"}
-"""Next-fit wastes most, and so gives epochs of different lengths: what frameworks that count batches once get wrong."""
+"""Next-fit wastes most, and so gives epochs of different lengths: what frameworks that count batches once get
+wrong."""
 Seen = list[tuple[str, list[int]]]
 """A digest of everything in each batch, and the rows in it."""
 

@@ -86,7 +86,8 @@ def largest_error(model, **inputs):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_stock_attention_leaks_across_packed_sequences(attention):
-    # transformers sees the boundaries in position_ids, but only with neither a mask nor a cache: both are easily added.
+    # transformers sees the boundaries in position_ids, but only with neither a mask nor a cache: both are
+    # easily added.
     flat = packed(random_sequences(LENGTHS))
     ids, positions = flat["input_ids"], flat["position_ids"]
     stock = tiny_llama(attention=attention)
@@ -143,7 +144,8 @@ def test_a_layer_that_is_not_causal_is_refused():
 @pytest.mark.parametrize("asked", ["softcap", "s_aux", "sinks", "position_bias", "sliding_window", "dropout"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_a_layer_asks_for_is_applied_inside_each_segment(asked, rows):
-    # Rows of 12 tokens: segments of 7 and 5, or 3, 4 and 5. The oracle is a softmax over the whole batch in float64.
+    # Rows of 12 tokens: segments of 7 and 5, or 3, 4 and 5. The oracle is a softmax over the whole batch in
+    # float64.
     torch.manual_seed(1)
     lengths = [7, 5, 3, 4, 5][: 2 if rows == 1 else 5]
     boundaries = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -184,7 +186,8 @@ def test_what_a_layer_asks_for_is_applied_inside_each_segment(asked, rows):
 @pytest.mark.parametrize("value_width", [6, 8, 12])
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_kernel_gets_states_of_one_width_and_the_scale_of_the_keys(monkeypatch, value_width, window):
-    """On CUDA: what the variable-length kernel of torch is handed, checked by a stand-in with its signature."""
+    """On CUDA: what the variable-length kernel of torch is handed, checked by a stand-in with its
+    signature."""
     seen = []
 
     def varlen_attn(

@@ -1,4 +1,5 @@
-"""Attention over slices: loss and gradients are those of whole batches, on real ranks; and what it refuses."""
+"""Attention over slices: loss and gradients are those of whole batches, on real ranks; and what it
+refuses."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def test_the_plan_survives_lightning_or_an_error_says_so(
 
 @pytest.mark.report("huggingface/transformers#13188")
 def test_evaluation_counts_batches_that_have_no_fixed_size(tmp_path: Any) -> None:
-    """A packed batch has no size in rows, so batch_size is None on our loader as on torch's, and not a number that would be wrong."""
+    """A packed batch has no size in rows, so batch_size is None on our loader as on torch's, and not a number
+    that would be wrong."""
     transformers = pytest.importorskip("transformers")
     rng = np.random.default_rng(0)
     # Seven rows, each above half a bin: 7 bins.

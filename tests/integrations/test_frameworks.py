@@ -1,4 +1,5 @@
-"""Each framework trains on the batches of the plain loop, bit for bit: from the start, in later epochs, and resumed."""
+"""Each framework trains on the batches of the plain loop, bit for bit: from the start, in later epochs, and
+resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Answers = dict[int, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """What each rank wrote down, by number of ranks. All cells share one start, which costs more than they do."""
+    """What each rank wrote down, by number of ranks. All cells share one start, which costs more than they
+    do."""
     folder = tmp_path_factory.mktemp("frameworks")
     for ranks in (2, 1):
         run_ranks(ranks, WORKER, folder, *CELLS, timeout_s=300)

@@ -1,4 +1,5 @@
-"""Every causal family of the installed transformers: packed right, or refused by name; none silently wrong."""
+"""Every causal family of the installed transformers: packed right, or refused by name; none silently
+wrong."""
 
 from __future__ import annotations
 

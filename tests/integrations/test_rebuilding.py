@@ -68,7 +68,8 @@ def test_rows_of_a_rebuilt_loader_are_made_where_torchs_are(accelerator: Any) ->
 
 
 def test_accelerate_rebuilds_over_our_own_parts_without_a_process(accelerator: Any) -> None:
-    # The thread that our own parts get is no worker process of the script's: accelerate's loader makes batches as they are asked for.
+    # The thread that our own parts get is no worker process of the script's: accelerate's loader makes
+    # batches as they are asked for.
     rows = TokenDataset(token_rows())
     parts = {"batch_sampler": MultipackBatchSampler(rows.lengths, 256), "collate_fn": PackedCollator()}
     loader = DataLoader(rows, **parts)
@@ -98,7 +99,8 @@ def test_lightning_rebuilds_with_the_scripts_number_of_workers(workers: int | No
 
 
 def test_lightnings_worker_seeding_is_harmless_over_packed_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
-    # seed_everything(workers=True) sets worker_init_fn on every loader; our own parts draw no random numbers in rows.
+    # seed_everything(workers=True) sets worker_init_fn on every loader; our own parts draw no random numbers
+    # in rows.
     data = pytest.importorskip("lightning.fabric.utilities.data")
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     loader = packed_dataloader(token_rows(), 256, rank=0, num_replicas=1)

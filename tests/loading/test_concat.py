@@ -1,4 +1,5 @@
-"""Concat-and-chunk from documents to batches: boundaries, targets, end tokens, and resuming inside a document."""
+"""Concat-and-chunk from documents to batches: boundaries, targets, end tokens, and resuming inside a
+document."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_an_end_token_behind_each_document():
     assert of(found, "input_ids") == [[1, 2, 3, 4], [5, 6, 99, 7], [8, 9, 99]]
     assert of(found, "labels") == [[-100, 2, 3, 4], [-100, 6, 99, -100], [-100, 9, 99]]
     assert [batch["num_target_tokens"] for batch in found] == [3, 2, 2]
-    # Cut in front of the end token: alone it is predicted by nothing of its own document, but by the bin before it.
+    # Cut in front of the end token: alone it is predicted by nothing of its own document, but by the bin
+    # before it.
     alone = batches([[1, 2, 3, 4], [5]], end_token=99)
     assert of(alone, "input_ids") == [[1, 2, 3, 4], [99, 5, 99]]
     assert of(alone, "labels") == [[-100, 2, 3, 4], [-100, -100, 99]]

@@ -1,4 +1,5 @@
-"""Copies to a device, against a simulated one whose copies are late: data is there only after the right waits."""
+"""Copies to a device, against a simulated one whose copies are late: data is there only after the right
+waits."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def test_all_copies_share_one_side_stream_that_is_made_with_the_first_batch() ->
 
 
 def test_each_tensor_is_kept_for_the_consumers_stream() -> None:
-    # Without it the allocator would reuse the memory for the next copy while the consumer's kernels still read it.
+    # Without it the allocator would reuse the memory for the next copy while the consumer's kernels still
+    # read it.
     streams = FakeStreams()
     copier = DeviceCopier(CPU, streams)
     batch = copier.receive(copier.send({"a": torch.ones(2), "b": [torch.ones(3)]}))

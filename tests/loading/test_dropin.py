@@ -1,6 +1,8 @@
-"""Whatever torch's DataLoader yields, ours yields too: changing the import line of a script keeps its batches.
+"""Whatever torch's DataLoader yields, ours yields too: changing the import line of a script keeps its
+batches.
 
-Each case builds both loaders from the same arguments, after the same global seed, and compares two passes over them.
+Each case builds both loaders from the same arguments, after the same global seed, and compares two passes
+over them.
 """
 
 from __future__ import annotations

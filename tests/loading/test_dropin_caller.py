@@ -1,7 +1,7 @@
 """What is bound to the calling thread holds where the rows are made.
 
-Without `num_workers` rows and batches are made in the caller's thread, as torch does; in threads that were asked for, the caller's
-grad mode, autocast, default device and context variables hold.
+Without `num_workers` rows and batches are made in the caller's thread, as torch does; in threads that were
+asked for, the caller's grad mode, autocast, default device and context variables hold.
 """
 
 from __future__ import annotations

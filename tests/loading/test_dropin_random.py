@@ -1,6 +1,8 @@
-"""A seeded script that changes its import line keeps its random numbers: those of its rows, its collator and its loop.
+"""A seeded script that changes its import line keeps its random numbers: those of its rows, its collator and
+its loop.
 
-Each script runs beside torch's own loader and must give the same numbers, which are then the same in every run.
+Each script runs beside torch's own loader and must give the same numbers, which are then the same in every
+run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Samplers that scripts replace, wrap or nest: our loader asks the ones it holds when a pass begins, as torch's does."""
+"""Samplers that scripts replace, wrap or nest: our loader asks the ones it holds when a pass begins, as
+torch's does."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Repeat:
 
 
 def endless_of_yolo(base: Any) -> Any:
-    """As YOLO's loader: `batch_sampler` is replaced behind torch's check, and one endless iterator serves all epochs."""
+    """As YOLO's loader: `batch_sampler` is replaced behind torch's check, and one endless iterator serves all
+    epochs."""
 
     class Endless(base):  # type: ignore[misc]  # base is a variable
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +68,8 @@ def endless_of_yolo(base: Any) -> Any:
 
 
 def endless_of_timm(base: Any) -> Any:
-    """As timm's loader: torch's mark of a finished constructor is taken away while `batch_sampler` is replaced."""
+    """As timm's loader: torch's mark of a finished constructor is taken away while `batch_sampler` is
+    replaced."""
 
     class Endless(base):  # type: ignore[misc]  # base is a variable
         def __init__(self, *args: Any, **kwargs: Any) -> None:

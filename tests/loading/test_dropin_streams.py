@@ -1,7 +1,8 @@
 """Iterable data sets and the stateful protocol of torchdata, in a script that changes its import line.
 
-The rule of the protocol (torchdata's StatefulDataLoader): where `iter(dataset)` has a state, the state is the iterator's and is
-loaded after `iter`; otherwise it is the data set's and is loaded before. A state saved at the end of a pass goes on with the next.
+The rule of the protocol (torchdata's StatefulDataLoader): where `iter(dataset)` has a state, the state is the
+iterator's and is loaded after `iter`; otherwise it is the data set's and is loaded before. A state saved at
+the end of a pass goes on with the next.
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ STREAMS = [OwnIterator, StatefulIterator, BothStateful, Shuffled, Plain]
 
 
 def saved_at(loader_class: Any, dataset: Any, passes: int, batches: int, **arguments: Any) -> Any:
-    """What follows a state saved so many passes and batches on: by the loader that saved it, and by a new one."""
+    """What follows a state saved so many passes and batches on: by the loader that saved it, and by a new
+    one."""
     loader = loader_class(dataset(), **arguments)
     for _ in range(passes):
         list(loader)

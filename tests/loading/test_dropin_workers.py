@@ -1,7 +1,8 @@
 """Worker functions and worker numbers mean what they mean in torch, in a script that changes its import line.
 
-`worker_init_fn` runs in the worker that it prepares, before the data set is touched there, with `torch.initial_seed()` equal to the
-pass's base seed + number, and the training process keeps its own random states.
+`worker_init_fn` runs in the worker that it prepares, before the data set is touched there, with
+`torch.initial_seed()` equal to the pass's base seed + number, and the training process keeps its own random
+states.
 """
 
 from __future__ import annotations

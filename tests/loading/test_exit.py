@@ -1,4 +1,5 @@
-"""However a run ends, its threads, processes, files and memory go with it, within a second and without a word of complaint."""
+"""However a run ends, its threads, processes, files and memory go with it, within a second and without a word
+of complaint."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Slow:
 def run(
     script: str, *, timeout: float = 60, interrupt_after: float | None = None
 ) -> tuple[int, str, str, float]:
-    """Run a script that prints "go" when ready. Returns its exit code, output, errors and the seconds from "go" or SIGINT."""
+    """Run a script that prints "go" when ready. Returns its exit code, output, errors and the seconds from
+    "go" or SIGINT."""
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", PRELUDE + textwrap.dedent(script)],
         stdout=subprocess.PIPE,
@@ -200,7 +202,8 @@ def test_a_fork_with_a_live_loader_leaves_both_processes_well() -> None:
     assert (code, out, err) == (0, "go\n", "")
 
 
-# Helpers of multiprocessing, its fork server and its resource tracker, stay from the first test that needs them to the end.
+# Helpers of multiprocessing, its fork server and its resource tracker, stay from the first test that needs
+# them to the end.
 _THERE_BEFORE: set[int] = set()
 
 

@@ -1,4 +1,5 @@
-"""Loaders over our own parts leave every global generator alone; over foreign ones they draw exactly what torch's draws."""
+"""Loaders over our own parts leave every global generator alone; over foreign ones they draw exactly what
+torch's draws."""
 
 from __future__ import annotations
 

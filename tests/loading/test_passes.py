@@ -85,7 +85,8 @@ class Stopping:
 
 
 class Memory(Dataset[Any]):
-    """A million rows; a batch says who read it, how many rows it has, and, every tenth time, what that process holds for itself."""
+    """A million rows; a batch says who read it, how many rows it has, and, every tenth time, what that
+    process holds for itself."""
 
     calls = 0
 
@@ -115,7 +116,8 @@ def test_a_plan_and_a_batch_size_contradict_each_other(option: str, value: Any) 
 
 @pytest.mark.report("axolotl-ai-cloud/axolotl#3848")
 def test_a_dropped_short_batch_leaves_the_slot_count() -> None:
-    """No batch at all is an error at construction here, where the report accepts an empty loader that says so."""
+    """No batch at all is an error at construction here, where the report accepts an empty loader that says
+    so."""
     loader = DataLoader(
         TokenDataset(rows_of([6, 6, 6])),
         batch_sampler=MultipackBatchSampler([6, 6, 6], 10, bins_per_batch=2, drop_last=True),

@@ -41,7 +41,8 @@ def test_one_rank() -> None:
 
 @pytest.mark.parametrize(("num_pairs", "capacity"), [(5, 512), (23, 96), (1, 64)])
 def test_two_ranks(tmp_path: Path, num_pairs: int, capacity: int) -> None:
-    # Five pairs that fit one bin are split 3 + 2; a single pair is repeated on the other rank, and counts once.
+    # Five pairs that fit one bin are split 3 + 2; a single pair is repeated on the other rank, and counts
+    # once.
     with mp.get_context("spawn").Manager() as manager:
         answers = manager.dict()
         mp.spawn(_rank, (str(tmp_path / "store"), answers, num_pairs, capacity), nprocs=2)

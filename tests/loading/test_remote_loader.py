@@ -1,4 +1,5 @@
-"""Training from a store: the loader announces what comes, each row comes once an epoch, each block is fetched once."""
+"""Training from a store: the loader announces what comes, each row comes once an epoch, each block is fetched
+once."""
 
 from __future__ import annotations
 

@@ -118,7 +118,8 @@ def test_timeout_arrives_in_time_and_leaves_no_process(what: str, worker_type: A
 
 
 class Pipe:
-    """An iterator over what others put in; `close` wakes whoever waits in it, as that of a socket or a file does."""
+    """An iterator over what others put in; `close` wakes whoever waits in it, as that of a socket or a file
+    does."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()

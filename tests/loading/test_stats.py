@@ -108,6 +108,6 @@ def test_it_prints_as_one_readable_line() -> None:
         queue_depth=2,
     )
     assert str(stats) == (
-        "1,000 batches, 900,000 tokens, 24.0 MB | padding 10.00% | bin fill 90.00% | waited 0.10 s of 20.00 s (0.50%) | "
-        "first batch 0.25 s | queue 90% full, 2.00 ms to make a batch"
+        "1,000 batches, 900,000 tokens, 24.0 MB | padding 10.00% | bin fill 90.00% | waited 0.10 s of 20.00 "
+        "s (0.50%) | first batch 0.25 s | queue 90% full, 2.00 ms to make a batch"
     )

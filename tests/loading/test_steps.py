@@ -1,4 +1,5 @@
-"""Optimizer steps: as many micro-batches as asked for, never across an epoch, with the targets of all of them."""
+"""Optimizer steps: as many micro-batches as asked for, never across an epoch, with the targets of all of
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Groups in the whole loader: pairs share a bin on every rank, through tails, balance and resumes, and the batch names them."""
+"""Groups in the whole loader: pairs share a bin on every rank, through tails, balance and resumes, and the
+batch names them."""
 
 from __future__ import annotations
 

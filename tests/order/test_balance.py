@@ -90,7 +90,8 @@ def test_a_window_takes_one_of_each_stratum_in_a_low_discrepancy_order():
         *(1, 6),
         *(3, 4),
     ]
-    # Three places of a stratum are those of four, 0 2 1 3, without the fourth; a step of fewer than a window is not spread.
+    # Three places of a stratum are those of four, 0 2 1 3, without the fourth; a step of fewer than a window
+    # is not spread.
     assert deal([3, 2, 1], 1, "micro_step", accumulate=1, window=3).ravel().tolist() == [0, 2, 1]
     assert deal([3, 2, 1], 1, "micro_step", accumulate=1, window=4).ravel().tolist() == [0, 1, 2]
 

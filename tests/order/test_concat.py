@@ -60,7 +60,8 @@ def test_each_token_once_in_full_bins(arguments):
 
 @given(plans)
 def test_bins_in_their_own_order_are_one_sequence_of_whole_documents(arguments):
-    """Sorted by where they were cut, the bins give every document from its first token to its last without a break."""
+    """Sorted by where they were cut, the bins give every document from its first token to its last without a
+    break."""
     plan = ConcatPlan(**arguments)
     bins = [tokens(content) for content in contents(plan)]
     follows = {a: b for content in bins for a, b in itertools.pairwise(content)}

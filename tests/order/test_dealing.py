@@ -49,7 +49,8 @@ def test_with_fewer_sequences_than_ranks_the_rest_repeats():
 
 @pytest.mark.report("huggingface/trl#1274")
 def test_groups_stay_whole_and_ranks_without_one_repeat():
-    # Two bins of pairs, of 5 tokens a row: the fuller one is cut between its pairs, and nothing is left for a fourth rank.
+    # Two bins of pairs, of 5 tokens a row: the fuller one is cut between its pairs, and nothing is left for a
+    # fourth rank.
     batch = BatchIndices.of_bins([[0, 1, 2, 3], [4, 5]])
     batch.groups = (7, 7, 8, 8, 9, 9)
     dealt = redeal([batch], 4, lambda row: 5)

@@ -1,4 +1,5 @@
-"""Groups of rows that share a bin: packed as one sequence, expanded in the order of the source, never split."""
+"""Groups of rows that share a bin: packed as one sequence, expanded in the order of the source, never
+split."""
 
 from __future__ import annotations
 

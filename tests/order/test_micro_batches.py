@@ -108,13 +108,15 @@ def test_bins_as_full_as_the_capacity_are_evened_out():
 
 
 def test_a_bin_of_several_sequences_is_halved_for_a_rank_that_has_none():
-    # 8 bins for 3 ranks. Nine bins by longest first would overfill one, and of the fullest bins one is a single sequence.
+    # 8 bins for 3 ranks. Nine bins by longest first would overfill one, and of the fullest bins one is a
+    # single sequence.
     lengths = [25, 12, 12, 10, 9, 7, 10, 7, 9, 12, 10, 8, 11, 9, 8, 9, 10, 7]
     split = split_micro_batches(lengths, 25, num_replicas=3)
     assert [len(micro_step) for micro_step in split] == [3, 3, 3]
     batches = [batch for micro_step in split for batch in micro_step]
     assert sorted(row for batch in batches for row in batch) == list(range(18))
-    # Packed they hold 20, 20, 23, 23, 24, 25, 25, 25: the first 25 of several sequences, 9 + 9 + 7, becomes 9 + 7 and 9.
+    # Packed they hold 20, 20, 23, 23, 24, 25, 25, 25: the first 25 of several sequences, 9 + 9 + 7, becomes 9
+    # + 7 and 9.
     assert tokens_of(split, lengths) == [9, 16, 20, 20, 23, 23, 24, 25, 25]
 
 

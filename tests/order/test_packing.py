@@ -104,8 +104,8 @@ def test_lower_bound_counts_sequences_when_their_number_is_limited():
 
 
 def test_lower_bound_counts_what_fits_a_bin():
-    # 160 rows of the GSM8K training set (solved problems of 105 to 160 tokens). By tokens alone 58 bins would do, but
-    # no bin holds four of them, and few hold three.
+    # 160 rows of the GSM8K training set (solved problems of 105 to 160 tokens). By tokens alone 58 bins would
+    # do, but no bin holds four of them, and few hold three.
     assert (len(GSM8K), -(-sum(GSM8K) // 384), oracles.martello_toth_bound(GSM8K, 384)) == (160, 58, 58)
     assert lower_bound(GSM8K, 384) == 64
     assert len(pack(GSM8K, 384, method="best_fit_decreasing")) == 66
@@ -122,7 +122,8 @@ def test_a_search_finds_the_optimum_of_a_small_set():
     assert len(packing) == packing.lower_bound == 64
     assert int(packing.indices @ np.arange(160)) == 1268540  # the same on every platform
     assert int(packing.indices @ np.arange(160)) == 1268540  # the same on every platform
-    # Schwerin and Waescher's: a hundred items of 150 to 200, where best-fit decreasing needs one bin too many.
+    # Schwerin and Waescher's: a hundred items of 150 to 200, where best-fit decreasing needs one bin too
+    # many.
     solved = by_sorting = 0
     for seed in range(20):
         lengths = np.random.default_rng(seed).integers(150, 201, 100).tolist()
@@ -263,7 +264,8 @@ def test_a_packing_keeps_its_lengths_when_the_callers_change():
 
 @pytest.mark.parametrize("capacity", [500_000, multipack.order.packing.MAX_CAPACITY])
 def test_stream_finds_exact_fills_however_far_apart_the_lengths_are(capacity):
-    # Three neighbours fill a bin to the last token: the first leads, the others are the only pair that closes it.
+    # Three neighbours fill a bin to the last token: the first leads, the others are the only pair that closes
+    # it.
     rng = np.random.default_rng(7)
     triples = rng.integers(1, capacity // 3, (300, 3))
     triples[:, 2] = capacity - triples[:, 0] - triples[:, 1]

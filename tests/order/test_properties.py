@@ -1,6 +1,8 @@
-"""What must hold in any world: random data, plans, ranks, tails and prefetching, stopped and resumed anywhere.
+"""What must hold in any world: random data, plans, ranks, tails and prefetching, stopped and resumed
+anywhere.
 
-`MULTIPACK_HYPOTHESIS=long` tries many more worlds. What a single module promises is tested beside that module.
+`MULTIPACK_HYPOTHESIS=long` tries many more worlds. What a single module promises is tested beside that
+module.
 """
 
 from __future__ import annotations
@@ -189,7 +191,8 @@ def with_marks(selection: Selection) -> dict[str, Any]:
     ),
 )
 def test_loaders_in_flight_lose_nothing(world: World, chain: list[tuple[int, int, int, int]]) -> None:
-    """Rows as they arrive in batches, with threads that had run ahead by different amounts on each rank when the run stopped."""
+    """Rows as they arrive in batches, with threads that had run ahead by different amounts on each rank when
+    the run stopped."""
     tokens = np.arange(sum(world.lengths), dtype=np.int32)
     dataset = TokenDataset((tokens, np.concatenate(([0], np.cumsum(world.lengths)))))
     state: dict[str, Any] | None = None
@@ -242,7 +245,8 @@ def test_loaders_in_flight_lose_nothing(world: World, chain: list[tuple[int, int
 def test_a_schedule_has_exactly_the_steps_that_are_taken(
     rows: list[int], num_replicas: int, accumulate: int, num_epochs: int, stop: int, then: tuple[int, int]
 ) -> None:
-    """Optimizer steps counted before the run, before and after a resume on other ranks, against those that come."""
+    """Optimizer steps counted before the run, before and after a resume on other ranks, against those that
+    come."""
     dataset = TokenDataset((np.zeros(sum(rows), np.int32), np.concatenate(([0], np.cumsum(rows)))))
 
     def run(ranks: int, steps: int, state: Any) -> tuple[int, int, Any]:

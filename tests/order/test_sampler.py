@@ -174,7 +174,8 @@ def run(samplers, num_steps, accumulate):
 )
 @pytest.mark.report("PrimeIntellect-ai/prime-rl#1035")
 def test_each_row_once_over_any_chain_of_resumes(chain, balance, epoch):
-    """Stop after any optimizer step on R ranks and go on with other ranks and another accumulate, again and again."""
+    """Stop after any optimizer step on R ranks and go on with other ranks and another accumulate, again and
+    again."""
     state, seen = None, []
     for num_replicas, accumulate, num_steps in [*chain, (2, 1, 10**6)]:
         samplers = ranks_of(packed, num_replicas, accumulate=accumulate, balance=balance)
@@ -560,7 +561,8 @@ def test_a_state_from_inside_a_balanced_step_needs_ranks():
 
 
 def test_what_a_resumed_epoch_leaves_over_is_an_error_as_well():
-    # 9 bins: even for 1 and for 3 ranks, but after one micro-step of 1 rank 8 are left, and 3 ranks would have repeated one.
+    # 9 bins: even for 1 and for 3 ranks, but after one micro-step of 1 rank 8 are left, and 3 ranks would
+    # have repeated one.
     def nine():
         return MultipackBatchSampler([64] * 9, 64)
 

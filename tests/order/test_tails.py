@@ -75,7 +75,8 @@ def test_tails_of_fewer_batches_than_ranks() -> None:
         DistributedBatchSampler(in_order(3, 1), num_replicas=4, rank=0, tail="drop")
     one_each = dealt(in_order(3, 1), 4, "pad")
     assert [batches[0].repeated for batches in one_each] == [False, False, False, True]
-    # So it is with bins: 5 on 2 ranks, 3 on 4 ranks. "split" splits no single sequence, so it repeats one too.
+    # So it is with bins: 5 on 2 ranks, 3 on 4 ranks. "split" splits no single sequence, so it repeats one
+    # too.
     assert [len(batches) for batches in dealt(MultipackBatchSampler([9] * 5, 10), 2, "split")] == [3, 3]
     few = dealt(MultipackBatchSampler([9] * 3, 10), 4, "split")
     assert [len(batches) for batches in few] == [1] * 4
@@ -158,8 +159,9 @@ def test_ranks_share_one_permutation() -> None:
 
 @pytest.mark.report("InternLM/xtuner#436")
 def test_the_last_step_of_a_rounded_up_epoch() -> None:
-    """The report pads by 109 samples to 8 x 16 a step; we repeat whole batches, 6 x 16, or none at all by default: the loss is
-    divided by the target tokens that count, so a smaller last step weighs what it holds."""
+    """The report pads by 109 samples to 8 x 16 a step; we repeat whole batches, 6 x 16, or none at all by
+    default: the loss is divided by the target tokens that count, so a smaller last step weighs what it
+    holds."""
     padded = dealt(in_order(10_003, 16), 8, "pad")
     assert [len(batches) for batches in padded] == [79] * 8
     assert [len(batches[78]) for batches in padded] == [16, 3] + [16] * 6
@@ -198,13 +200,15 @@ def test_the_length_of_groups_is_the_sum_of_theirs() -> None:
 @pytest.mark.parametrize("announced", [3, 4, 6])
 @pytest.mark.report("huggingface/sentence-transformers#3348")
 def test_an_estimated_length_is_an_error(announced: int) -> None:
-    """The ranks' steps follow from the length before the first batch, so one that turns out wrong is no longer a detail."""
+    """The ranks' steps follow from the length before the first batch, so one that turns out wrong is no
+    longer a detail."""
     sampler = DistributedBatchSampler(Grouped([4, 7], 3, announced), num_replicas=1, rank=0)
     found = "more" if announced < 5 else 5
     given: list[list[int]] = []
     with pytest.raises(ValueError, match=f"Grouped has a length of {announced} but gives {found} batches"):
         given.extend(sampler)
-    # None beyond those that schedules know of; a batch says what comes behind it, so the error comes before the last of them.
+    # None beyond those that schedules know of; a batch says what comes behind it, so the error comes before
+    # the last of them.
     assert len(given) == min(announced, 5) - 1
     for epoch in range(3):
         ours = MultipackBatchSampler(np.random.default_rng(0).integers(1, 9, 50), 10)
@@ -214,7 +218,8 @@ def test_an_estimated_length_is_an_error(announced: int) -> None:
 
 @pytest.mark.report("axolotl-ai-cloud/axolotl#1966")
 def test_len_and_state_need_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any collective would raise here, because there is no group of 2; two real ranks are in tests/distributed."""
+    """Any collective would raise here, because there is no group of 2; two real ranks are in
+    tests/distributed."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     source = (np.zeros(600, np.int32), np.arange(0, 601, 3))

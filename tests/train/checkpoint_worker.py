@@ -1,7 +1,8 @@
-"""Started by torchrun: train some steps with one engine, save, or load what another number of ranks saved and go on.
+"""Started by torchrun: train some steps with one engine, save, or load what another number of ranks saved and
+go on.
 
-argv: folder, output file, then actions `save:CELL:STEPS:NAME` or `load:CELL:STEPS:NAME`; every action starts from a new model. CELL may end in
-`:8bit`, for adamw_bnb_8bit.
+argv: folder, output file, then actions `save:CELL:STEPS:NAME` or `load:CELL:STEPS:NAME`; every action starts
+from a new model. CELL may end in `:8bit`, for adamw_bnb_8bit.
 """
 
 from __future__ import annotations

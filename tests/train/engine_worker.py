@@ -22,7 +22,8 @@ MAX_GRAD_NORM = 0.3
 
 
 def micro_batches() -> list[list[list]]:
-    """[step][micro-step * 2 + rank]: sequences of every length; step 3 gives rank 1 a batch without a target."""
+    """[step][micro-step * 2 + rank]: sequences of every length; step 3 gives rank 1 a batch without a
+    target."""
     lengths = [
         [[5, 3], [20], [7, 7, 2], [1, 4]],
         [[30], [2], [12, 1], [9, 9, 9]],

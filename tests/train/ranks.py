@@ -24,7 +24,8 @@ def environment() -> dict[str, str]:
 
 
 def run_ranks(ranks: int, *arguments: str | Path, timeout_s: float = 200) -> str:
-    """Run a script, or `-m` and a module, to its end; its standard output. A failure shows what the ranks said."""
+    """Run a script, or `-m` and a module, to its end; its standard output. A failure shows what the ranks
+    said."""
     done = subprocess.run(
         [*torchrun(ranks), *map(str, arguments)],
         env=environment(),

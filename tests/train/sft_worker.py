@@ -1,4 +1,5 @@
-"""Started by torchrun: several short runs one after the other in one group of ranks. argv: a JSON list of command lines."""
+"""Started by torchrun: several short runs one after the other in one group of ranks. argv: a JSON list of
+command lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Files of axolotl: what means the same is taken, what changes nothing is named, the rest is refused at once."""
+"""Files of axolotl: what means the same is taken, what changes nothing is named, the rest is refused at
+once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checkpoints are whole or not there, fit any number of ranks and any engine, and say what is wrong with them."""
+"""Checkpoints are whole or not there, fit any number of ranks and any engine, and say what is wrong with
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The full fine-tune of the history, with a small model and data of its own in the place of the large ones."""
+"""The full fine-tune of the history, with a small model and data of its own in the place of the large
+ones."""
 
 from __future__ import annotations
 

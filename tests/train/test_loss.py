@@ -1,4 +1,5 @@
-"""Sums over target tokens: every token weighs the same, however tokens fall into batches, micro-steps and ranks."""
+"""Sums over target tokens: every token weighs the same, however tokens fall into batches, micro-steps and
+ranks."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def test_overrides_shape_the_small_llama():
 
 
 def test_rows_longer_than_the_positions_are_refused():
-    # Positions start anew in every row, so a bin of 4096 tokens is fine where its rows are not longer than 512.
+    # Positions start anew in every row, so a bin of 4096 tokens is fine where its rows are not longer than
+    # 512.
     config = TrainConfig(sequence_len=4096, overrides_of_model_config={"max_position_embeddings": 512})
     assert model_config(config, 64, 512).max_position_embeddings == 512
     with pytest.raises(

@@ -1,4 +1,5 @@
-"""The learning rate over a run is that of transformers' schedules of the same names; which parameters decay."""
+"""The learning rate over a run is that of transformers' schedules of the same names; which parameters
+decay."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def test_schedules_are_those_of_transformers(name, warmup_steps, num_steps):
 
 
 def test_a_resumed_schedule_goes_on_with_the_rates_of_its_own_run():
-    # Linear over 10 steps after 2 of warm-up: 0, 1/2, 1, 7/8, 6/8, ... of the highest rate. Steps 4 and 5 of a run with 0.5 ...
+    # Linear over 10 steps after 2 of warm-up: 0, 1/2, 1, 7/8, 6/8, ... of the highest rate. Steps 4 and 5 of
+    # a run with 0.5 ...
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
     schedule = learning_rate_schedule("linear", optimizer, warmup_steps=2, num_steps=10)
     assert optimizer.param_groups[0]["lr"] == 0

@@ -34,7 +34,8 @@ def test_positions_may_start_at_two() -> None:
     assert batch["position_ids"].tolist() == [[2, 3, 4, 2, 3]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5]
     assert batch["num_sequences"] == 2
-    # Attention knows the sequences by their boundaries: no position is 0, and each sequence has the losses it has alone.
+    # Attention knows the sequences by their boundaries: no position is 0, and each sequence has the losses it
+    # has alone.
     model = tiny_llama(attention="eager")
     alone = sum(losses.sum().item() for losses in sequence_losses(model, [([1, 2, 3],) * 2, ([4, 5],) * 2]))
     assert causal_lm_loss_sum(tiny_llama(), batch).item() == pytest.approx(alone, abs=1e-4)
@@ -42,7 +43,8 @@ def test_positions_may_start_at_two() -> None:
 
 @pytest.mark.report("linkedin/Liger-Kernel#329")
 def test_a_token_weighs_the_same_packed_or_not() -> None:
-    """The loss is a mean over target tokens in every layout. A mean over sequences, which the report wants as an option, is not
+    """The loss is a mean over target tokens in every layout. A mean over sequences, which the report wants as
+    an option, is not
     offered: optimizer steps would depend on how documents were cut."""
     # 8 and 3 tokens, all targets but the first ones: 7 and 2.
     sequences = [(ids, ids) for ids, _ in random_sequences([8, 3])]

@@ -99,7 +99,8 @@ def test_operations_of_a_model_count_its_output_layer_at_targets_alone(tied: boo
         tie_word_embeddings=tied,
     )
     model = LlamaForCausalLM(config)
-    # Four projections of 8 x 8, three of 8 x 16, three norms of 8; embedding and output are 100 x 8 each, or one and the same.
+    # Four projections of 8 x 8, three of 8 x 16, three norms of 8; embedding and output are 100 x 8 each, or
+    # one and the same.
     body, head = 4 * 64 + 3 * 128 + 3 * 8, 800
     assert model_operations(model) == Operations(6 * body, 6 * head)
     model.requires_grad_(False)
@@ -173,8 +174,8 @@ def test_a_run_leaves_lines_scalars_and_a_picture(tmp_path: Path, capsys: pytest
         f"sft: metrics {tmp_path}/metrics.jsonl, picture {tmp_path}/run.png | peak memory "
     )
     assert summary == (
-        "sft: step 3, last loss 2.0000, 30 samples and 2,700 tokens in 1.5 s | 20.00 samples/s | 1,800 tokens/s | "
-        "padding 10.00% | data wait 2.00% | bin fill 75.00% | MFU 8.4%"
+        "sft: step 3, last loss 2.0000, 30 samples and 2,700 tokens in 1.5 s | 20.00 samples/s | 1,800 "
+        "tokens/s | padding 10.00% | data wait 2.00% | bin fill 75.00% | MFU 8.4%"
     )
     assert "3/3" in shown.err
     assert "loss 2.000, 1,800 tokens/s, wait 2.0%" in shown.err

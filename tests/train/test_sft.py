@@ -1,4 +1,5 @@
-"""Whole runs of supervised fine-tuning: exact steps, honest numbers, resume, validation, adapters, clear refusals."""
+"""Whole runs of supervised fine-tuning: exact steps, honest numbers, resume, validation, adapters, clear
+refusals."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def row_ids(folder: Path) -> list[int]:
 
 def test_an_epoch_has_the_planned_steps_and_every_row_once(keys, capsys):
     lines = run(keys, gradient_accumulation_steps=7, lr_scheduler="linear", warmup_steps=2, log_rows="true")
-    # Bins of the epoch, seven a step, the last step with what is left; the learning rate reaches its end exactly there.
+    # Bins of the epoch, seven a step, the last step with what is left; the learning rate reaches its end
+    # exactly there.
     bins = round(sum(line["num_tokens"] / line["bin_fill"] for line in lines) / 64)
     steps = math.ceil(bins / 7)
     assert bins % 7
@@ -250,7 +252,8 @@ def test_padded_batches_train_on_the_same_tokens(keys, tmp_path):
 
 
 def test_all_rows_in_one_step_have_one_loss_and_one_gradient_however_they_are_batched(keys, tmp_path):
-    # Alpaca rows: prompts have no label, so what counts differs from row to row and from micro-batch to micro-batch.
+    # Alpaca rows: prompts have no label, so what counts differs from row to row and from micro-batch to
+    # micro-batch.
     rows = [{"instruction": "ab" * (i % 5), "output": "cd" * (i % 7 + 1)} for i in range(24)]
     (tmp_path / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys |= {

@@ -1,4 +1,5 @@
-"""`pad_to_sequence_len` with `max_sequences_per_bin`: batches of one shape, in training and in validation, tails included."""
+"""`pad_to_sequence_len` with `max_sequences_per_bin`: batches of one shape, in training and in validation,
+tails included."""
 
 from __future__ import annotations
 

@@ -39,8 +39,9 @@ def sizes(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.report("huggingface/transformers#34242")
 def test_micro_batches_weigh_by_their_tokens(two_ranks: list[dict[str, Any]], stage: int) -> None:
-    # 2 tokens of loss 1.0 in one micro-batch, 8 of 2.0 in the other: 18 / 10; a mean of means says 1.5. The micro-batches are
-    # those of two ranks, of two micro-steps, or both; what is reported is what is minimised.
+    # 2 tokens of loss 1.0 in one micro-batch, 8 of 2.0 in the other: 18 / 10; a mean of means says 1.5. The
+    # micro-batches are those of two ranks, of two micro-steps, or both; what is reported is what is
+    # minimised.
     for rank in two_ranks:
         answers = rank[f"2 of 1.0 and 8 of 2.0, stage {stage}"]
         assert np.array(answers) == pytest.approx(np.full((3, 2), 1.8))

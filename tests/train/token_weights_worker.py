@@ -40,8 +40,8 @@ class Weight(nn.Module):
 
 
 def step_of(stage: int, *micro_batches: list[float]) -> list[float]:
-    """The loss that an optimizer step reports, and the one that it minimises, when the tokens of this rank's micro-batches have
-    these losses."""
+    """The loss that an optimizer step reports, and the one that it minimises, when the tokens of this rank's
+    micro-batches have these losses."""
     spec = OptimizerSpec(name="sgd", learning_rate=0.0, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8)
     engine = build_engine(Weight(), spec, EngineOptions(zero_stage=stage), torch.device("cpu"))
     schedule = LambdaLR(engine.optimizer, lambda _: 1.0)

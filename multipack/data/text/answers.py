@@ -1,9 +1,10 @@
 """Which characters of a conversation the assistant writes.
 
-An answer is learnt after the very text that the model is given when it has to write it: the conversation up to it, as the template
-writes that with the opening of an answer. Where a template writes an earlier answer otherwise once messages follow (it
-drops thinking, it ends the last turn in its own way), one text cannot hold all answers so; such an answer then gets a text of
-its own that ends with it. A conversation thus gives one text or several, and each answer is learnt in one of them.
+An answer is learnt after the very text that the model is given when it has to write it: the conversation up
+to it, as the template writes that with the opening of an answer. Where a template writes an earlier answer
+otherwise once messages follow (it drops thinking, it ends the last turn in its own way), one text cannot hold
+all answers so; such an answer then gets a text of its own that ends with it. A conversation thus gives one
+text or several, and each answer is learnt in one of them.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def written(conversation: Conversation, template: ChatTemplate) -> list[Written]
     """The texts of a conversation; the first one is of the whole of it.
 
     Raises:
-        ValueError: the template refuses the conversation, leaves out part of an answer, writes no end after it, or
-            writes it otherwise than it asks for it. The message names the message and the remedy.
+        ValueError: the template refuses the conversation, leaves out part of an answer, writes no end after
+            it, or writes it otherwise than it asks for it. The message names the message and the remedy.
     """
     whole = _rendered(template, conversation, len(conversation.messages))
     if not conversation.learnt:
@@ -87,8 +88,8 @@ def _answer(conversation: Conversation, template: ChatTemplate, turn: int) -> _A
     _check_texts(conversation.messages[turn], turn, text[start:])
     if ends[0] == len(text) and _is_unended(conversation.messages[turn], template, text):
         raise ValueError(
-            f"the chat template writes no end after message {turn}, so the model would not learn to stop. Set chat_template to "
-            "one that ends answers, or train_on_inputs: true."
+            f"the chat template writes no end after message {turn}, so the model would not learn to stop. "
+            "Set chat_template to one that ends answers, or train_on_inputs: true."
         )
     return _Answer(turn, text, start, ends)
 
@@ -127,7 +128,8 @@ def _start(conversation: Conversation, template: ChatTemplate, turn: int, text: 
 def _after_header(
     conversation: Conversation, template: ChatTemplate, turn: int, text: str, prompt: str
 ) -> int:
-    """The end of the prompt; of a template that knows no opening of answers, the beginning of the answer's own text."""
+    """The end of the prompt; of a template that knows no opening of answers, the beginning of the answer's
+    own text."""
     if template.opening or turn == 0:
         return len(prompt)
     content = conversation.messages[turn].get("content")
@@ -166,13 +168,14 @@ def _check_texts(message: Message, turn: int, found: str) -> None:
     for text in texts_of(message):
         if text not in found:
             raise ValueError(
-                f"the chat template leaves out part of message {turn}, {_shown(text)}, which would not be learnt. Set "
-                "chat_template to one that writes it, or remove that part."
+                f"the chat template leaves out part of message {turn}, {_shown(text)}, which would not be "
+                "learnt. Set chat_template to one that writes it, or remove that part."
             )
 
 
 def _of_marks(conversation: Conversation, template: ChatTemplate, whole: Rendered) -> list[Written]:
-    """Answers by the marks of the template, without what it also writes to ask for them, with the end that it writes after them."""
+    """Answers by the marks of the template, without what it also writes to ask for them, with the end that it
+    writes after them."""
     messages = conversation.messages
     last = max(turn for turn, message in enumerate(messages) if message["role"] == ASSISTANT)
     if conversation.all_learnt and all(
@@ -198,7 +201,8 @@ def _of_marks(conversation: Conversation, template: ChatTemplate, whole: Rendere
 def _marks_of(
     conversation: Conversation, template: ChatTemplate, rendered: Rendered, turn: int, last: int
 ) -> list[Span]:
-    """The marked characters of one message: those after what comes before it, up to what the next one adds."""
+    """The marked characters of one message: those after what comes before it, up to what the next one
+    adds."""
     begin = template.common(_rendered(template, conversation, turn).text, rendered.text) if turn else 0
     end = len(rendered.text)
     if turn < last:
@@ -220,7 +224,8 @@ def _trimmed(template: ChatTemplate, rendered: Rendered) -> tuple[Span, ...]:
 
 
 def _opened(template: ChatTemplate, text: str, start: int, end: int) -> int:
-    """Characters at the beginning of a mark that the template also writes to ask for an answer: they are prompt."""
+    """Characters at the beginning of a mark that the template also writes to ask for an answer: they are
+    prompt."""
     opening = template.opening
     known = next(n for n in range(len(opening), -1, -1) if text[:start].endswith(opening[:n]))
     rest = opening[known:]
@@ -233,7 +238,8 @@ def _opened(template: ChatTemplate, text: str, start: int, end: int) -> int:
 
 
 def _ended(template: ChatTemplate, text: str, start: int, end: int) -> int:
-    """The end of a mark: without white space behind a special token, and with the token that ends answers where the mark leaves it out."""
+    """The end of a mark: without white space behind a special token, and with the token that ends answers
+    where the mark leaves it out."""
     inside = start + len(text[start:end].rstrip())
     if any(found.end() == inside for found in template.special.finditer(text, start, inside)):
         return inside
@@ -253,8 +259,8 @@ def _check_marks(conversation: Conversation, turns: Sequence[int], text: str, sp
     for turn in turns:
         if not _holds(conversation.messages[turn], text, spans):
             raise ValueError(
-                f"the {{% generation %}} marks of the chat template leave out part of message {turn}, which would not be learnt. "
-                "Set chat_template to one that marks whole answers."
+                f"the {{% generation %}} marks of the chat template leave out part of message {turn}, which "
+                "would not be learnt. Set chat_template to one that marks whole answers."
             )
 
 

@@ -1,7 +1,7 @@
 """Rows of Arrow data: parquet and Arrow files, and folders of `save_to_disk`.
 
-A table has one set of keys for all structs of a column and fills the others with nulls; whoever reads rows takes a null for an
-absent key, so that a row is the same in whatever kind of file it came.
+A table has one set of keys for all structs of a column and fills the others with nulls; whoever reads rows
+takes a null for an absent key, so that a row is the same in whatever kind of file it came.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Conversations of every dialect as one: messages of role and content, and which of them are learnt.
 
-ShareGPT's from and value, OpenAI's content parts and weights, tools as JSON text, nulls that a table has for absent keys: they
-are translated here or refused with the message they stand in. Nothing here knows templates or tokens.
+ShareGPT's from and value, OpenAI's content parts and weights, tools as JSON text, nulls that a table has for
+absent keys: they are translated here or refused with the message they stand in. Nothing here knows templates
+or tokens.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def _message(
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(
-            f"message {turn} is {_short(given)}; it must have a role and a content. Name its keys with fields."
+            f"message {turn} is {_short(given)}; it must have a role and a content. Name its keys with "
+            "fields."
         )
     if role == "function_call":
         raise ValueError(
@@ -160,7 +162,8 @@ def _content(message: Message, turn: int, *, stated: bool) -> str | list[Any] | 
         text = part.get("text") if isinstance(part, Mapping) else part
         if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
             raise ValueError(
-                f"message {turn}: its content has a part of type {kind!r}, and only parts of text are read. Remove the row."
+                f"message {turn}: its content has a part of type {kind!r}, and only parts of text are read. "
+                "Remove the row."
             )
         texts.append(text)
     return "".join(texts)
@@ -182,8 +185,8 @@ def _flag(message: Message, turn: int) -> bool | None:
     flag = next(iter(said.values()), None)
     if flag and message["role"] != ASSISTANT:
         raise ValueError(
-            f"message {turn} is to be learnt ({next(iter(said))}) and has the role {message['role']}: only assistant "
-            "messages are. Remove the key."
+            f"message {turn} is to be learnt ({next(iter(said))}) and has the role {message['role']}: only "
+            "assistant messages are. Remove the key."
         )
     return flag
 
@@ -255,7 +258,8 @@ def _short(value: Any) -> str:
 
 
 def texts_of(message: Message) -> Sequence[str]:
-    """The texts of a message that must stand in what a template writes of it: thinking, answer, names of functions."""
+    """The texts of a message that must stand in what a template writes of it: thinking, answer, names of
+    functions."""
     texts = []
     content = message.get("content")
     if isinstance(content, str):

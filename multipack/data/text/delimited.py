@@ -16,7 +16,8 @@ def delimited_rows(path: Path, stream: IO[bytes], delimiter: str) -> Iterator[di
     """The rows under the first line, which names the columns. Every cell is text; blank lines are left out.
 
     Raises:
-        ValueError: a row has another number of cells, a name is missing or there twice, or quotes are not closed.
+        ValueError: a row has another number of cells, a name is missing or there twice, or quotes are not
+            closed.
     """
     text = (decoded(path, number, line) for number, line in enumerate(plain_lines(path, stream), 1))
     reader = csv.reader(text, delimiter=delimiter, strict=True)
@@ -30,8 +31,8 @@ def delimited_rows(path: Path, stream: IO[bytes], delimiter: str) -> Iterator[di
                 names = _checked(path, cells)
             elif len(cells) != len(names):
                 raise ValueError(
-                    f"{path}, line {reader.line_num}: {len(cells)} cells under {len(names)} names ({', '.join(names)}). "
-                    "Quote cells that hold the separator."
+                    f"{path}, line {reader.line_num}: {len(cells)} cells under {len(names)} names "
+                    f"({', '.join(names)}). Quote cells that hold the separator."
                 )
             else:
                 yield dict(zip(names, cells, strict=True))

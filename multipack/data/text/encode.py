@@ -1,7 +1,8 @@
 """From rows of any format to sequences of tokens and labels.
 
-Prompts are tokenised apart from what follows them, or their ends are looked up in the text, so that a label never falls on
-a token of the prompt. Whatever a row has that is not used is refused, or named once when the source is read.
+Prompts are tokenised apart from what follows them, or their ends are looked up in the text, so that a label
+never falls on a token of the prompt. Whatever a row has that is not used is refused, or named once when the
+source is read.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class RowEncoder:
 
     Args:
         row_format: from `choose_format`.
-        tokenizer: with an end-of-sequence token for texts, and a chat template for conversations; None where rows are tokens.
+        tokenizer: with an end-of-sequence token for texts, and a chat template for conversations; None where
+            rows are tokens.
         train_on_inputs: learn the prompts too.
         train_on: of a conversation learn "all" answers or the "last".
     """
@@ -124,8 +126,9 @@ class RowEncoder:
             )
         if self._repeated["rows"]:
             logger.warning(
-                "%s: %d conversations became %d sequences, since the chat template writes earlier answers otherwise when "
-                "messages follow; each answer is learnt once, after what the model sees when it gives it",
+                "%s: %d conversations became %d sequences, since the chat template writes earlier answers "
+                "otherwise when messages follow; each answer is learnt once, after what the model sees when "
+                "it gives it",
                 name,
                 self._repeated["rows"],
                 self._repeated["sequences"],
@@ -161,8 +164,8 @@ class RowEncoder:
         for extra in ("tools", "documents", "chat_template_kwargs", "system"):
             if row.get(extra):
                 raise ValueError(
-                    f"{extra} goes with a prompt of messages, and the prompt is text. Remove it, name it in ignore_fields, "
-                    "or write messages."
+                    f"{extra} goes with a prompt of messages, and the prompt is text. Remove it, name it in "
+                    "ignore_fields, or write messages."
                 )
         return [_Text(_text(row, "prompt"), _text(row, "completion"))]
 
@@ -175,15 +178,16 @@ class RowEncoder:
         prompt, completion = row["prompt"], row.get("completion")
         if not isinstance(completion, list | tuple):
             raise TypeError(
-                f"prompt is a list of messages and completion is {str(completion)[:80]!r}. Write both as messages, or both as text."
+                f"prompt is a list of messages and completion is {str(completion)[:80]!r}. Write both as "
+                "messages, or both as text."
             )
         return self._of_conversation({**row, "messages": [*prompt, *completion]}, first_learnt=len(prompt))
 
     def _of_conversation(self, row: Row, first_learnt: int = 0) -> list[Written]:
         if not self._tokenizer.chat_template:
             raise ValueError(
-                f"the tokenizer has no chat template, which rows of type {self._format.name} need. Set chat_template, or use the "
-                "tokenizer of a chat model."
+                f"the tokenizer has no chat template, which rows of type {self._format.name} need. Set "
+                "chat_template, or use the tokenizer of a chat model."
             )
         conversation = conversation_of(
             row,
@@ -197,7 +201,8 @@ class RowEncoder:
         if self._train_on_inputs:
             if conversation.switched_off:
                 raise ValueError(
-                    "a message is switched off, and train_on_inputs learns every token. Set train_on_inputs to false, or remove the key."
+                    "a message is switched off, and train_on_inputs learns every token. Set train_on_inputs "
+                    "to false, or remove the key."
                 )
             unlearnt = Conversation(conversation.messages, frozenset(), conversation.options)
             whole = written(unlearnt, template)[0].text
@@ -223,16 +228,16 @@ class RowEncoder:
                 continue
             if name in ("tools", "documents"):
                 raise ValueError(
-                    f"the row has {name}, and the chat template does not write them. Set chat_template to one that does, or "
-                    "name them in ignore_fields."
+                    f"the row has {name}, and the chat template does not write them. Set chat_template to "
+                    "one that does, or name them in ignore_fields."
                 )
             self._unread_keys[name] = None
         for turn, message in enumerate(conversation.messages):
             for key in message:
                 if key == "tool_calls" and key not in template.keys:
                     raise ValueError(
-                        f"message {turn} has {key}, and the chat template does not write them. Set chat_template to one that does, "
-                        "or remove the row."
+                        f"message {turn} has {key}, and the chat template does not write them. Set "
+                        "chat_template to one that does, or remove the row."
                     )
                 if key not in _OF_ROLE and key not in template.keys:
                     self._unread_keys[key] = None
@@ -268,7 +273,8 @@ class RowEncoder:
     def _check_end(self) -> None:
         if self._tokenizer.eos_token_id is None:
             raise ValueError(
-                "the tokenizer has no end-of-sequence token, so no answer would end. Set special_tokens: eos_token."
+                "the tokenizer has no end-of-sequence token, so no answer would end. Set special_tokens: "
+                "eos_token."
             )
 
     def _ids(self, texts: list[str], *, special: bool) -> list[list[int]]:
@@ -276,7 +282,8 @@ class RowEncoder:
         return [list(row) for row in ids]
 
     def _started(self, texts: list[str]) -> list[list[int]]:
-        """Token ids with what the tokenizer puts before a sequence, once also where the text has it, and no end."""
+        """Token ids with what the tokenizer puts before a sequence, once also where the text has it, and no
+        end."""
         token, bos = self._tokenizer.bos_token, self._tokenizer.bos_token_id
         return [
             self._without_end(ids[1:] if token and text.startswith(token) and ids[:2] == [bos, bos] else ids)
@@ -320,6 +327,6 @@ def _check_unicode(text: str) -> None:
     except UnicodeEncodeError as error:
         near = text[max(0, error.start - 10) : error.start]
         raise ValueError(
-            f"a text holds half of a surrogate pair ({text[error.start]!r} after {near!r}), which is no character. Correct or "
-            "remove the row."
+            f"a text holds half of a surrogate pair ({text[error.start]!r} after {near!r}), which is no "
+            "character. Correct or remove the row."
         ) from None

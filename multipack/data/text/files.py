@@ -1,7 +1,8 @@
 """The rows of a file, whatever kind of file it is.
 
-One rule: a row is what the file says. No type is guessed (a text that looks like a date stays a text), no key is lost, and
-whatever cannot be read is one ValueError that names the file, with the line or row where there is one.
+One rule: a row is what the file says. No type is guessed (a text that looks like a date stays a text), no key
+is lost, and whatever cannot be read is one ValueError that names the file, with the line or row where there
+is one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ UNREADABLE = (
     *(OSError, EOFError, zlib.error, UnicodeError, json.JSONDecodeError, pa.ArrowException),
     *(RecursionError, KeyError),
 )
-"""What libraries raise about files that are cut short, damaged or of another kind; they do not say which file."""
+"""What libraries raise about files that are cut short, damaged or of another kind; they do not say which
+file."""
 _ABOUT = (".md", ".yaml", ".yml", ".lock", "")
 """Suffixes of files that are about others."""
 _MOST_SHOWN = 5
@@ -69,7 +71,8 @@ class Block(NamedTuple):
 
 
 def kind_of(path: Path) -> str | None:
-    """`json`, `csv`, `tsv`, `text`, `parquet` or `arrow` by the suffix, in capitals or not; None: another kind of file."""
+    """`json`, `csv`, `tsv`, `text`, `parquet` or `arrow` by the suffix, in capitals or not; None: another
+    kind of file."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     if suffixes and suffixes[-1] in _COMPRESSED:
         kind = _KINDS.get(suffixes[-2]) if len(suffixes) == 2 else None
@@ -78,15 +81,18 @@ def kind_of(path: Path) -> str | None:
 
 
 def data_files(path: Path, split: str | None) -> list[Path]:
-    """The files that a path means, in the order of their names, or the folder of one data set that `save_to_disk` wrote.
+    """The files that a path means, in the order of their names, or the folder of one data set that
+    `save_to_disk` wrote.
 
     Args:
         path: a file, a folder of files, or a folder that `save_to_disk` wrote.
-        split: name of a split, of a saved DatasetDict or of a folder whose file names say it (test.jsonl, data/dev-0.csv);
-            files without such a name belong to train. None: train, or the only split there is.
+        split: name of a split, of a saved DatasetDict or of a folder whose file names say it (test.jsonl,
+            data/dev-0.csv); files without such a name belong to train. None: train, or the only split there
+            is.
 
     Raises:
-        ValueError: nothing there, a kind of file that is not read, or no such split; the message names what is there.
+        ValueError: nothing there, a kind of file that is not read, or no such split; the message names what
+            is there.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist.")
@@ -104,7 +110,8 @@ def data_files(path: Path, split: str | None) -> list[Path]:
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not files:
         raise ValueError(
-            f"{path} holds no data set that save_to_disk wrote, and no file that ends with {', '.join(SUFFIXES)}."
+            f"{path} holds no data set that save_to_disk wrote, and no file that ends with "
+            f"{', '.join(SUFFIXES)}."
         )
     # A .json file beside other data describes them, as in the trainer's cache.
     files = [file for file in files if file.suffix.lower() != ".json"] or files

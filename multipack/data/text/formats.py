@@ -1,6 +1,7 @@
 """Which format the rows of a source have, and what becomes of columns that it does not name.
 
-One rule: a column is used, or it is said once that it is not read, or, where it decides what the row means, it is refused.
+One rule: a column is used, or it is said once that it is not read, or, where it decides what the row means,
+it is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _NEEDED: dict[FormatName, tuple[str, ...]] = {
     "question_answer": ("question", "answer"),
     "text": ("text",),
 }
-"""In the order in which `auto` tries them: alpaca before text, since alpaca's own text column holds the joined prompt."""
+"""In the order in which `auto` tries them: alpaca before text, since alpaca's own text column holds the
+joined prompt."""
 _CHAT = ("tools", "documents", "chat_template_kwargs", "system")
 _WEIGHTS = ("weight", "loss_weight")
 _PACKED = ("seq_lengths", "position_ids", "attention_mask")
@@ -83,7 +85,8 @@ class RowFormat:
         return tuple(theirs.get(name, name) for name in _NEEDED[self.name])
 
     def renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row under the names of the format; what is ignored is gone, and a column whose name is taken goes by `its name (own)`."""
+        """The row under the names of the format; what is ignored is gone, and a column whose name is taken
+        goes by `its name (own)`."""
         taken = {ours for theirs, ours in self.names.items() if theirs in row}
         renamed = {}
         for name, value in row.items():
@@ -116,7 +119,8 @@ def _says_something(value: Any) -> bool:
 
 
 def matters_beside_tokens(columns: Iterable[str]) -> bool:
-    """Whether rows of tokens with these columns may be several sequences, partly padding, or something to refuse."""
+    """Whether rows of tokens with these columns may be several sequences, partly padding, or something to
+    refuse."""
     plain = {"labels", *MASKS}
     return any(
         name in _PACKED or (name in _DECISIVE and name not in plain) or name in _WEIGHTS for name in columns
@@ -143,7 +147,8 @@ def choose_format(
         ignored: columns and keys of messages to leave out.
 
     Raises:
-        ValueError: a column is missing, or no format fits the columns; the message has those found and those wanted.
+        ValueError: a column is missing, or no format fits the columns; the message has those found and those
+            wanted.
     """
     theirs = dict(fields or {})
     for ours, name in (("text", field), ("messages", field_messages)):
@@ -162,12 +167,14 @@ def choose_format(
     if wanted == "auto":
         known = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in _NEEDED.items())
         raise ValueError(
-            f"The columns ({shown}) fit no format. Rename them to those of one format ({known}), or set its type and fields."
+            f"The columns ({shown}) fit no format. Rename them to those of one format ({known}), or set its "
+            "type and fields."
         )
     missing = [column for column in row_format.columns if column not in found]
     raise ValueError(
-        f"type {wanted} reads the columns {', '.join(row_format.columns)}, and {', '.join(missing)} is missing: the source has {shown}. "
-        "Name the column with fields, field or field_messages, or set another type."
+        f"type {wanted} reads the columns {', '.join(row_format.columns)}, and {', '.join(missing)} is "
+        f"missing: the source has {shown}. Name the column with fields, field or field_messages, or set "
+        "another type."
     )
 
 

@@ -16,7 +16,8 @@ def json_rows(path: Path, stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     """The rows of JSON lines (blank lines left out) or of an array; UTF-8, with a byte-order mark or without.
 
     Raises:
-        ValueError: a line is not JSON, not an object or not UTF-8, or an object has a key twice; names file and line.
+        ValueError: a line is not JSON, not an object or not UTF-8, or an object has a key twice; names file
+            and line.
     """
     lines = enumerate(plain_lines(path, stream), 1)
     first = next(((number, line) for number, line in lines if line.strip()), None)
@@ -54,7 +55,8 @@ def decoded(path: Path, number: int, line: bytes) -> str:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path}, line {number} is not UTF-8 (byte {line[error.start]:#04x} at place {error.start}). Save it as UTF-8."
+            f"{path}, line {number} is not UTF-8 (byte {line[error.start]:#04x} at place {error.start}). "
+            "Save it as UTF-8."
         ) from None
 
 

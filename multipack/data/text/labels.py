@@ -36,8 +36,9 @@ class _Tokens(NamedTuple):
 def encode_spans(texts: Sequence[Written], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
     """Tokens of texts, with labels on those of the spans.
 
-    A token belongs to one side of the border of a span: where the tokenizer would join characters of both sides, what lies
-    on either side is tokenised apart, as it is when a model is given the prompt and writes the answer.
+    A token belongs to one side of the border of a span: where the tokenizer would join characters of both
+    sides, what lies on either side is tokenised apart, as it is when a model is given the prompt and writes
+    the answer.
 
     Raises:
         ValueError: the tokenizer does not tell which characters a token covers.
@@ -46,8 +47,8 @@ def encode_spans(texts: Sequence[Written], tokenizer: PreTrainedTokenizerBase) -
         return []
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} does not tell which characters a token covers, so assistant turns cannot be "
-            "found. Use a fast tokenizer, or train_on_inputs: true."
+            f"{type(tokenizer).__name__} does not tell which characters a token covers, so assistant turns "
+            "cannot be found. Use a fast tokenizer, or train_on_inputs: true."
         )
     return [
         _labelled(text, _cut(text, tokens, tokenizer))
@@ -86,8 +87,10 @@ def _cut(written: Written, tokens: _Tokens, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _labelled(written: Written, tokens: _Tokens) -> Encoded:
-    """Labels for the tokens that start inside the spans, or before one with nothing but white space of the prompt."""
-    # Byte-level tokenizers may trim a token's white space from its offsets, down to nothing: such a token counts by the character before.
+    """Labels for the tokens that start inside the spans, or before one with nothing but white space of the
+    prompt."""
+    # Byte-level tokenizers may trim a token's white space from its offsets, down to nothing: such a token
+    # counts by the character before.
     places = [start if end > start else start - 1 for start, end in tokens.offsets]
     labels = [IGNORED] * len(tokens.ids)
     for begin, end in written.spans:

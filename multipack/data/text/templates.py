@@ -1,6 +1,7 @@
 """A chat template and what can be known of it: what it reads, how it opens an answer and how it ends one.
 
-What is known comes from rendering short conversations, since a template is a program: only its output says what it does.
+What is known comes from rendering short conversations, since a template is a program: only its output says
+what it does.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class ChatTemplate:
         try:
             return self._render(messages, options, prompt, more)
         except TypeError:
-            # Some templates join the arguments of a call to a text: they want JSON where others want a mapping.
+            # Some templates join the arguments of a call to a text: they want JSON where others want a
+            # mapping.
             if self._arguments_as_text or not any("tool_calls" in message for message in messages):
                 raise
             self._arguments_as_text = True
@@ -130,7 +132,8 @@ class ChatTemplate:
 
     @cached_property
     def opening(self) -> str:
-        """What it adds to a conversation so that the model answers; empty: nothing, or it cannot be found out."""
+        """What it adds to a conversation so that the model answers; empty: nothing, or it cannot be found
+        out."""
         try:
             without = self.render(_PROBE[:1], {}).text
             asked = self.render(_PROBE[:1], {}, prompt=True).text

@@ -18,8 +18,9 @@ def encode_tokens(row: Mapping[str, Any]) -> list[Encoded]:
     """The sequences of a row of tokens.
 
     Args:
-        row: `input_ids`, and maybe `labels` or masks of what is learnt, `attention_mask` (0: padding, which is left out; above
-            1: the number of the sequence), `position_ids` (0 begins a sequence) and `seq_lengths`, which are boundaries.
+        row: `input_ids`, and maybe `labels` or masks of what is learnt, `attention_mask` (0: padding, which
+            is left out; above 1: the number of the sequence), `position_ids` (0 begins a sequence) and
+            `seq_lengths`, which are boundaries.
 
     Raises:
         ValueError: columns differ in length, an id is no id, or boundaries contradict each other.
@@ -76,7 +77,8 @@ def _bounds(row: Mapping[str, Any], num_tokens: int, mask: Sequence[int] | None)
         ]
     if len({tuple(_of_tokens(bounds, mask)) for bounds in found.values()}) > 1:
         raise ValueError(
-            f"{' and '.join(found)} put the boundaries of its sequences in different places. Keep one of them."
+            f"{' and '.join(found)} put the boundaries of its sequences in different places. Keep one of "
+            "them."
         )
     return next(iter(found.values()), [0, num_tokens])
 
@@ -91,8 +93,8 @@ def _restarts(positions: Sequence[int], mask: Sequence[int] | None) -> list[int]
             starts.append(place)
             if position != 0 and not padding and place:
                 raise ValueError(
-                    f"position_ids go from {positions[place - 1]} to {position} at token {place}: they must count on, or begin "
-                    "again at 0. Remove the column."
+                    f"position_ids go from {positions[place - 1]} to {position} at token {place}: they must "
+                    "count on, or begin again at 0. Remove the column."
                 )
     return starts
 

@@ -1,7 +1,8 @@
-"""Training data and a tokenizer that every machine with Python has: no download, the same rows for the same Python version.
+"""Training data and a tokenizer that every machine with Python has: no download, the same rows for the same
+Python version.
 
-Rows are conversations about the standard library's own sources: from a signature to its docstring, and from a name to its
-source, which gives many short rows and a tail of long ones.
+Rows are conversations about the standard library's own sources: from a signature to its docstring, and from a
+name to its source, which gives many short rows and a tail of long ones.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of single bytes: 256 of them and 6 special tokens, with a chat template that marks assistant turns."""
+    """A tokenizer of single bytes: 256 of them and 6 special tokens, with a chat template that marks
+    assistant turns."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = models.BPE(vocab={letter: token for token, letter in enumerate(alphabet)}, merges=[])
     tokenizer = Tokenizer(model)
@@ -60,10 +62,12 @@ def builtin_rows(max_bytes: int) -> list[Row]:
     """Conversations about the installed standard library, in the order of its files.
 
     Args:
-        max_bytes: longest row in bytes of UTF-8, what a chat template adds included; longer ones are not made.
+        max_bytes: longest row in bytes of UTF-8, what a chat template adds included; longer ones are not
+            made.
 
     Returns:
-        Rows `{"messages": [user turn, assistant turn]}`, a few thousand of them for `max_bytes` of 1024 and more.
+        Rows `{"messages": [user turn, assistant turn]}`, a few thousand of them for `max_bytes` of 1024 and
+        more.
 
     Raises:
         ValueError: no row is that short, or the sources of the standard library are not installed.
@@ -73,7 +77,8 @@ def builtin_rows(max_bytes: int) -> list[Row]:
     ]
     if not rows:
         raise ValueError(
-            f"{_stdlib()} gives no row of at most {max_bytes} bytes. Raise sequence_len, or give data of your own with --data FILE."
+            f"{_stdlib()} gives no row of at most {max_bytes} bytes. Raise sequence_len, or give data of "
+            "your own with --data FILE."
         )
     return rows
 

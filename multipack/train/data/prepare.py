@@ -1,8 +1,10 @@
-"""Tokenise once, train often: a cache of token ids and labels as memory-mapped Arrow, one folder for each source.
+"""Tokenise once, train often: a cache of token ids and labels as memory-mapped Arrow, one folder for each
+source.
 
-The folder's name is a digest of everything that its content depends on: the bytes of the data, the tokenizer's files, the format
-and its options. A folder appears by one rename when it is complete, so a killed run leaves nothing that another run would take
-for data. Whoever holds the lock beside it writes; the other ranks wait for them and then read, with no process group needed.
+The folder's name is a digest of everything that its content depends on: the bytes of the data, the
+tokenizer's files, the format and its options. A folder appears by one rename when it is complete, so a killed
+run leaves nothing that another run would take for data. Whoever holds the lock beside it writes; the other
+ranks wait for them and then read, with no process group needed.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ class PreparedData(NamedTuple):
         """Raise ValueError for a token that the model's embedding has no row for."""
         if self.largest_id >= num_embeddings:
             raise ValueError(
-                f"the data have the token {self.largest_id} and the model has embeddings for 0..{num_embeddings - 1} only, so the first step "
-                "would fail. Use the tokenizer that belongs to the model."
+                f"the data have the token {self.largest_id} and the model has embeddings for "
+                f"0..{num_embeddings - 1} only, so the first step would fail. Use the tokenizer that belongs "
+                "to the model."
             )
 
     @property
@@ -116,14 +119,16 @@ def split_rows(
     if not 0 < count < num_rows:
         raise ValueError(
             f"val_set_size {val_set_size} takes {count} of {num_rows} rows, which leaves none for "
-            f"{'validation' if count == 0 else 'training'}. Give a size between 1 and {num_rows - 1} rows, or 0 for no validation."
+            f"{'validation' if count == 0 else 'training'}. Give a size between 1 and {num_rows - 1} rows, "
+            "or 0 for no validation."
         )
     order = np.random.RandomState(seed).permutation(num_rows)  # numpy guarantees this generator's stream
     return np.sort(order[count:]), np.sort(order[:count])
 
 
 def _tokens(rows: datasets.Dataset, config: TrainConfig, purpose: str) -> TokenDataset:
-    """The rows as bins can hold them. Those that `sequence_len` leaves without a token to learn are counted and left out."""
+    """The rows as bins can hold them. Those that `sequence_len` leaves without a token to learn are counted
+    and left out."""
     try:
         tokens = TokenDataset(
             rows, max_length=config.sequence_len, overlong=config.overlong, without_targets="drop"
@@ -134,8 +139,8 @@ def _tokens(rows: datasets.Dataset, config: TrainConfig, purpose: str) -> TokenD
         ) from error
     if len(tokens) == 0:
         raise ValueError(
-            f"{purpose}: none of {len(rows)} rows is left with a token to learn ({tokens.report}). Raise sequence_len, or choose another "
-            "overlong."
+            f"{purpose}: none of {len(rows)} rows is left with a token to learn ({tokens.report}). Raise "
+            "sequence_len, or choose another overlong."
         )
     return tokens
 
@@ -182,7 +187,8 @@ def _sole_writer(path: Path, timeout_s: float) -> FileLock:
             lock.acquire(timeout=timeout_s)
         except Timeout:
             raise TimeoutError(
-                f"{path} was held by another process for {timeout_s:.0f} s. If it still works, raise prepare_timeout_s or run `prepare` first."
+                f"{path} was held by another process for {timeout_s:.0f} s. If it still works, raise "
+                "prepare_timeout_s or run `prepare` first."
             ) from None
     return lock
 
@@ -238,8 +244,8 @@ def _write_rows(
     encoder.say_unread(source.path)
     if counts["targets"] == 0:
         raise ValueError(
-            f"{source.path}: none of its {counts['rows']} rows has a token to learn. Check its format, or set "
-            "train_on_inputs: true."
+            f"{source.path}: none of its {counts['rows']} rows has a token to learn. Check its format, or "
+            "set train_on_inputs: true."
         )
     if counts["without_targets"]:
         logger.warning(
@@ -293,7 +299,8 @@ def _check_complete(folder: Path) -> None:
         raise ValueError(f"{folder} is damaged ({error}). Delete it; it is made again.") from error
     if found != wanted:
         raise ValueError(
-            f"{folder}/rows.arrow has {found} bytes, not {wanted}: it is damaged. Delete the folder; it is made again."
+            f"{folder}/rows.arrow has {found} bytes, not {wanted}: it is damaged. Delete the folder; it is "
+            "made again."
         )
 
 

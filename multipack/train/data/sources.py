@@ -1,6 +1,7 @@
 """Open what a configuration names as data: files, folders, the hub, or the built-in rows.
 
-Each source has a digest of its bytes, found without parsing them, so that a cache of its tokens knows when it is out of date.
+Each source has a digest of its bytes, found without parsing them, so that a cache of its tokens knows when it
+is out of date.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def source_blocks(source: DatasetConfig, longest: int, size: int) -> Iterator[Bl
         size: most rows of a block; a block never spans two files.
 
     Raises:
-        ValueError: no such file, a kind of file that cannot be read, a file that is damaged or ends early, or no such split.
+        ValueError: no such file, a kind of file that cannot be read, a file that is damaged or ends early, or
+            no such split.
     """
     if source.path == BUILTIN:
         yield from _blocks(Path(BUILTIN), iter(builtin_rows(longest)), size)
@@ -85,8 +87,8 @@ def _is_plain(split: str) -> bool:
 def _files(source: DatasetConfig) -> list[Path]:
     if source.name is not None:
         raise ValueError(
-            f"{source.path} is on disk, and name ({source.name}) chooses a configuration of a data set on the hub. Leave name out, or "
-            "give the folder of that configuration as path."
+            f"{source.path} is on disk, and name ({source.name}) chooses a configuration of a data set on "
+            "the hub. Leave name out, or give the folder of that configuration as path."
         )
     names = [source.split] if _is_plain(source.split) else _names_in(source)
     return [file for name in names for file in data_files(Path(source.path), name)]
@@ -142,7 +144,8 @@ def _from_hub(source: DatasetConfig) -> datasets.Dataset:
     path = Path(source.path)
     if path.is_absolute() or len(path.parts) > 2 or kind_of(path) is not None:
         raise ValueError(
-            f"{source.path} does not exist. Give a file ({', '.join(SUFFIXES)}), a folder, or a name on the hub (owner/name)."
+            f"{source.path} does not exist. Give a file ({', '.join(SUFFIXES)}), a folder, or a name on the "
+            "hub (owner/name)."
         )
     return datasets.load_dataset(source.path, source.name, split=source.split)
 

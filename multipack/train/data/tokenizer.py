@@ -15,13 +15,16 @@ from multipack.train.data.builtin import byte_tokenizer
 
 
 def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `tokenizer`, else of `base_model`, else the built-in one of bytes, with `special_tokens` and `chat_template` set.
+    """The tokenizer of `tokenizer`, else of `base_model`, else the built-in one of bytes, with
+    `special_tokens` and `chat_template` set.
 
-    A tokenizer without a padding token pads with its end token: padding is never read, it only has to be a token. Tokens of
-    `special_tokens` that are new get new ids, so the model's embedding must have `len(tokenizer)` rows or more.
+    A tokenizer without a padding token pads with its end token: padding is never read, it only has to be a
+    token. Tokens of `special_tokens` that are new get new ids, so the model's embedding must have
+    `len(tokenizer)` rows or more.
 
     Raises:
-        ValueError: transformers has no class `tokenizer_type`, there is no such tokenizer, or no such template.
+        ValueError: transformers has no class `tokenizer_type`, there is no such tokenizer, or no such
+            template.
     """
     name = config.tokenizer or config.base_model
     if name is None:
@@ -30,8 +33,8 @@ def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
         loader = getattr(transformers, config.tokenizer_type, None)
         if loader is None:
             raise ValueError(
-                f"tokenizer_type is {config.tokenizer_type}, which transformers {transformers.__version__} does not have. "
-                "AutoTokenizer finds the class."
+                f"tokenizer_type is {config.tokenizer_type}, which transformers {transformers.__version__} "
+                "does not have. AutoTokenizer finds the class."
             )
         try:
             tokenizer = loader.from_pretrained(name, trust_remote_code=config.trust_remote_code)
@@ -56,15 +59,16 @@ def _chat_template(value: str) -> str:
             source = Path(value).read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise ValueError(
-                f"chat_template {value} is neither a template (it has no {{{{ or {{%) nor a file that can be read: {error}. Give the path of "
-                "a .jinja file, or the text of one."
+                f"chat_template {value} is neither a template (it has no {{{{ or {{%) nor a file that can be "
+                f"read: {error}. Give the path of a .jinja file, or the text of one."
             ) from None
     check_source(source)
     return source
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the files that the tokenizer saves: its vocabulary, rules, special tokens and chat template."""
+    """SHA-256 of the files that the tokenizer saves: its vocabulary, rules, special tokens and chat
+    template."""
     digest = hashlib.sha256()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

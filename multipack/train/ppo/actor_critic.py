@@ -1,7 +1,8 @@
 """The networks of PPO as one module, so that one engine spreads, trains and saves them.
 
-Actor, critic and frozen reference score action tokens by one path: a packed forward, then the output layer at the
-positions that predict an action. Old and new log-probabilities both come from it, which is why their ratio starts at 1.
+Actor, critic and frozen reference score action tokens by one path: a packed forward, then the output layer at
+the positions that predict an action. Old and new log-probabilities both come from it, which is why their
+ratio starts at 1.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class ActorCritic(nn.Module):
     Args:
         actor: a transformers causal language model, or a peft model around one.
         critic: a trunk of its own for the values; None puts the value head on the actor's last hidden states.
-        reference: the frozen policy that the KL divergence is measured from; None where `actor` is a peft model, whose
-            weights without the adapter are the reference.
+        reference: the frozen policy that the KL divergence is measured from; None where `actor` is a peft
+            model, whose weights without the adapter are the reference.
         temperature: divides the logits of every distribution, as in sampling.
     """
 
@@ -93,7 +94,8 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def reference_logprobs(self, inputs: Mapping[str, Any], positions: Tensor, actions: Tensor) -> Tensor:
-        """Log-probabilities of the actions under the reference, float32 [action_tokens]; arguments as in `forward`."""
+        """Log-probabilities of the actions under the reference, float32 [action_tokens]; arguments as in
+        `forward`."""
         policy = self.actor if self.reference is None else self.reference
         with self.actor.disable_adapter() if self.reference is None else contextlib.nullcontext():
             logits = policy(**inputs, logits_to_keep=positions).logits[0]
@@ -112,7 +114,8 @@ class ActorCritic(nn.Module):
         pad_token_id: int,
         batch_size: int | None,
     ) -> Responses:
-        """Sample responses from the actor; see `generate_responses`. Parameters must be whole on this rank."""
+        """Sample responses from the actor; see `generate_responses`. Parameters must be whole on this
+        rank."""
         actor = self.actor.get_base_model() if hasattr(self.actor, "get_base_model") else self.actor
         training = self.training
         self.eval()
@@ -155,7 +158,8 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 
 def _logprobs_and_entropy(logits: Tensor, actions: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Both of each row of `logits` [action_tokens, vocabulary], in float32 whatever the precision of the model."""
+    """Both of each row of `logits` [action_tokens, vocabulary], in float32 whatever the precision of the
+    model."""
     rows = max(1, _LOGITS_AT_ONCE // logits.shape[-1])
     if len(actions) <= rows:
         return _score_rows(logits, actions, temperature)

@@ -44,7 +44,8 @@ def generalized_advantages(
     Args:
         rewards: reward of each action token, shape [action_tokens], float32.
         values: the critic's value before each action token, shape [action_tokens], float32.
-        offsets: response s is `rewards[offsets[s]:offsets[s + 1]]`, shape [sequences + 1]; empty responses are allowed.
+        offsets: response s is `rewards[offsets[s]:offsets[s + 1]]`, shape [sequences + 1]; empty responses
+            are allowed.
         discount: gamma, 0..1.
         gae_lambda: lambda, 0..1: 0 trusts the critic, 1 the rewards alone.
 
@@ -75,8 +76,8 @@ def generalized_advantages(
 def whiten(advantages: FloatArray) -> FloatArray:
     """Advantages with mean 0 and variance 1 over all tokens given, float32; equal advantages become zeros.
 
-    Give it the tokens of the whole buffer, never those of one rank or one micro-batch: ranks with easy prompts
-    would otherwise count as much as ranks with hard ones.
+    Give it the tokens of the whole buffer, never those of one rank or one micro-batch: ranks with easy
+    prompts would otherwise count as much as ranks with hard ones.
     """
     if len(advantages) == 0:
         return advantages
@@ -87,7 +88,8 @@ def whiten(advantages: FloatArray) -> FloatArray:
 
 
 def explained_variance(values: FloatArray, returns: FloatArray) -> float:
-    """Share of the returns' variance that the critic foresaw; 1 is perfect, 0 no better than a constant, NaN undefined.
+    """Share of the returns' variance that the critic foresaw; 1 is perfect, 0 no better than a constant, NaN
+    undefined.
 
     It is undefined (NaN) when all returns are equal. Below 0 the critic misleads: lower its learning rate.
     """

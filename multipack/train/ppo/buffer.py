@@ -34,7 +34,8 @@ class Actions(NamedTuple):
 
 
 def as_dataset(rollouts: Rollouts, of_actions: Mapping[str, FloatArray]) -> TokenDataset:
-    """One sequence a rollout: `input_ids`, `labels` at its action tokens, and a column for each array over action tokens.
+    """One sequence a rollout: `input_ids`, `labels` at its action tokens, and a column for each array over
+    action tokens.
 
     Args:
         of_actions: arrays of shape [sum of response lengths]; prompt tokens get 0.

@@ -1,4 +1,5 @@
-"""Generate from this rank's prompts, ask for rewards, exchange: one buffer of experience, the same on every rank."""
+"""Generate from this rank's prompts, ask for rewards, exchange: one buffer of experience, the same on every
+rank."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def collect(
     """The rollouts of one iteration, of all ranks; a collective call.
 
     Args:
-        prompt_rows: this rank's prompts of each collect step of the iteration, by the number of the collect step; a rank
-            may have none.
+        prompt_rows: this rank's prompts of each collect step of the iteration, by the number of the collect
+            step; a rank may have none.
         phases: gets the times of "generation", "reward" and "exchange".
 
     Raises:

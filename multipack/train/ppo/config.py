@@ -1,7 +1,7 @@
 """What a PPO run is told: one frozen record. Sizes count all ranks; what is a rank's says so in its name.
 
-Keys that mean the same as in supervised training have its names and go through its checks. Everything is checked before
-a model, a process group or a prompt file is opened.
+Keys that mean the same as in supervised training have its names and go through its checks. Everything is
+checked before a model, a process group or a prompt file is opened.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ class PPOConfig(RunConfig):
     """One run of proximal policy optimization: collect with the policy, score, update, again.
 
     Raises:
-        ValueError: a value is out of its bounds or contradicts another one; the message holds both and the remedy.
+        ValueError: a value is out of its bounds or contradicts another one; the message holds both and the
+            remedy.
     """
 
     # Task
     task: Literal["class_tokens", "gsm8k", "prompts"] = "class_tokens"
-    """class_tokens needs no data; gsm8k checks the answers to the questions in `prompts`; prompts is any prompt file."""
+    """class_tokens needs no data; gsm8k checks the answers to the questions in `prompts`; prompts is any
+    prompt file."""
     prompts: str | None = None
     """A jsonl(.gz) file; a row has input_ids, or text under `prompt_field`, or chat messages."""
     prompt_field: str = "prompt"
@@ -61,17 +63,20 @@ class PPOConfig(RunConfig):
     rollout_batch_size: int = 64
     """Prompts of a collect step."""
     num_collect_steps: int = 1
-    """Collect steps before each update phase; the buffer then holds `rollout_batch_size * num_collect_steps` sequences."""
+    """Collect steps before each update phase; the buffer then holds `rollout_batch_size * num_collect_steps`
+    sequences."""
     train_batch_size: int = 16
     """Sequences of an optimizer step."""
     update_mode: UpdateMode = "epochs"
-    """What `num_update_steps` counts: passes over the whole buffer (epochs), or optimizer steps on sampled sequences (steps)."""
+    """What `num_update_steps` counts: passes over the whole buffer (epochs), or optimizer steps on sampled
+    sequences (steps)."""
     num_update_steps: int = 4
     """Passes or optimizer steps of an update phase."""
     num_episodes: int = 1
     """Times that each prompt is used."""
     micro_batch_tokens: int = 2048
-    """Token slots of one packed micro-batch of one rank; the micro-batches of an optimizer step follow from it."""
+    """Token slots of one packed micro-batch of one rank; the micro-batches of an optimizer step follow from
+    it."""
 
     # Objective
     discount: float = 1.0
@@ -87,7 +92,8 @@ class PPOConfig(RunConfig):
     entropy_coef: float = 0.0
     """Weight of the entropy, which is raised."""
     kl_coef: float = 0.005
-    """Penalty of each nat of divergence from the reference, in the reward. With `kl_target`: where it begins."""
+    """Penalty of each nat of divergence from the reference, in the reward. With `kl_target`: where it
+    begins."""
     kl_target: float | None = None
     """Divergence of a response in nats to steer `kl_coef` to. None: it stays."""
     kl_horizon: int = 10_000
@@ -99,7 +105,8 @@ class PPOConfig(RunConfig):
     ptx_data: str | None = None
     """Supervised rows for it, in any format of `sft`'s `data`."""
     ptx_bins_per_step: int = 0
-    """Packed bins of `micro_batch_tokens` of supervised rows in an optimizer step, over all ranks. 0: one a rank."""
+    """Packed bins of `micro_batch_tokens` of supervised rows in an optimizer step, over all ranks. 0: one a
+    rank."""
 
     # Optimizer
     lr_scheduler: Schedule = "constant"
@@ -110,9 +117,11 @@ class PPOConfig(RunConfig):
     save_iterations: int | None = None
     """Iterations (collect and update) between two checkpoints. None: at the end."""
     eval_iterations: int | None = None
-    """Iterations between two evaluations on the held-out prompts. None: at the start and at the end only. Needs `val_set_size`."""
+    """Iterations between two evaluations on the held-out prompts. None: at the start and at the end only.
+    Needs `val_set_size`."""
     log_samples: int = 4
-    """Responses of each iteration and evaluation that are written to samples.jsonl, with prompt and reward. 0: none."""
+    """Responses of each iteration and evaluation that are written to samples.jsonl, with prompt and reward.
+    0: none."""
 
     def __post_init__(self) -> None:
         _check_bounds(self)
@@ -140,7 +149,8 @@ def load_ppo_config(argv: Sequence[str] | None = None) -> PPOConfig:
     """Read `--config FILE.yml` and `--key value` pairs, which go over the file's.
 
     Raises:
-        ValueError: an unknown key (the message names the nearest one), a value of a wrong type, or one that the checks refuse.
+        ValueError: an unknown key (the message names the nearest one), a value of a wrong type, or one that
+            the checks refuse.
     """
     return read_config(PPOConfig, argv)
 
@@ -179,22 +189,24 @@ def _check_lengths(config: PPOConfig) -> None:
     if config.longest_sequence > config.micro_batch_tokens:
         raise ValueError(
             f"max_prompt_tokens {config.max_prompt_tokens} + max_new_tokens {config.max_new_tokens} = "
-            f"{config.longest_sequence} tokens do not fit micro_batch_tokens {config.micro_batch_tokens}: the longest sequence "
-            f"could not be trained on. Raise micro_batch_tokens to {config.longest_sequence} or more, or lower the others."
+            f"{config.longest_sequence} tokens do not fit micro_batch_tokens {config.micro_batch_tokens}: "
+            "the longest sequence could not be trained on. Raise micro_batch_tokens to "
+            f"{config.longest_sequence} or more, or lower the others."
         )
 
 
 def _check_task(config: PPOConfig) -> None:
     if config.eval_iterations is not None and not config.val_set_size:
         raise ValueError(
-            f"eval_iterations is {config.eval_iterations} but val_set_size is 0, so there is nothing to evaluate on. Set "
-            "val_set_size, or remove eval_iterations."
+            f"eval_iterations is {config.eval_iterations} but val_set_size is 0, so there is nothing to "
+            "evaluate on. Set val_set_size, or remove eval_iterations."
         )
     judged = [name for name in ("reward", "reward_model") if getattr(config, name) is not None]
     if config.task == "prompts":
         if len(judged) != 1:
             raise ValueError(
-                f"task prompts needs one reward and has {len(judged)}: set either reward to module:function or reward_model."
+                f"task prompts needs one reward and has {len(judged)}: set either reward to module:function "
+                "or reward_model."
             )
     elif judged:
         raise ValueError(
@@ -202,11 +214,13 @@ def _check_task(config: PPOConfig) -> None:
         )
     if (config.prompts is None) != (config.task == "class_tokens"):
         raise ValueError(
-            f"task {config.task} and prompts {config.prompts}: class_tokens makes its prompts, the other tasks read a file."
+            f"task {config.task} and prompts {config.prompts}: class_tokens makes its prompts, the other "
+            "tasks read a file."
         )
     if config.task == "class_tokens" and (config.base_model or config.tokenizer):
         raise ValueError(
-            "task class_tokens has token ids of its own, which no tokenizer or base_model knows: choose another task."
+            "task class_tokens has token ids of its own, which no tokenizer or base_model knows: choose "
+            "another task."
         )
     if config.task != "class_tokens" and not (config.base_model or config.tokenizer):
         raise ValueError(
@@ -217,11 +231,13 @@ def _check_task(config: PPOConfig) -> None:
 def _check_ptx(config: PPOConfig) -> None:
     if (config.ptx_coef > 0) != (config.ptx_data is not None):
         raise ValueError(
-            f"ptx_coef is {config.ptx_coef} and ptx_data is {config.ptx_data}: the mix needs a weight and data."
+            f"ptx_coef is {config.ptx_coef} and ptx_data is {config.ptx_data}: the mix needs a weight and "
+            "data."
         )
     if config.ptx_bins_per_step and config.ptx_data is None:
         raise ValueError(
-            f"ptx_bins_per_step is {config.ptx_bins_per_step} but ptx_data is not set, so there is nothing to mix in. Set ptx_data."
+            f"ptx_bins_per_step is {config.ptx_bins_per_step} but ptx_data is not set, so there is nothing "
+            "to mix in. Set ptx_data."
         )
     if config.ptx_data is not None and config.task == "class_tokens":
         raise ValueError(

@@ -1,7 +1,7 @@
 """What ranks tell each other between generation and updates: whether all went well, then ragged arrays.
 
-Lengths go first, so every rank knows the size of every share, and each array then crosses the wire once, unpadded.
-All of it stays on the CPU, where experience lives: a few bytes a token.
+Lengths go first, so every rank knows the size of every share, and each array then crosses the wire once,
+unpadded. All of it stays on the CPU, where experience lives: a few bytes a token.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def raise_everywhere(error: Exception | None, doing: str, *, of_user: bool = Fal
     Args:
         error: what went wrong on this rank, or None.
         doing: what the ranks were doing, for the message.
-        of_user: whether the cause is what the run was given, which a sentence explains better than a traceback.
+        of_user: whether the cause is what the run was given, which a sentence explains better than a
+            traceback.
 
     Raises:
-        RuntimeError: some rank failed; the message names the ranks and their errors. The rank's own error is the cause.
-            With `of_user` it is a RunError.
+        RuntimeError: some rank failed; the message names the ranks and their errors. The rank's own error is
+            the cause. With `of_user` it is a RunError.
     """
     messages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")

@@ -28,7 +28,8 @@ class Experience:
     returns: FloatArray
     """Targets of the critic."""
     has_spread: bool
-    """Whether some rewards differ. If none do, no response is better than another: the policy must not move."""
+    """Whether some rewards differ. If none do, no response is better than another: the policy must not
+    move."""
 
     def dataset(self) -> TokenDataset:
         """The buffer with all that the loss needs, for the collator."""
@@ -44,7 +45,8 @@ class Experience:
 
     @property
     def divergence(self) -> float:
-        """k3 divergence from the reference, nats a response, mean over responses; what `kl_target` speaks of."""
+        """k3 divergence from the reference, nats a response, mean over responses; what `kl_target` speaks
+        of."""
         return self._a_response(k3(self.scores.logprobs, self.scores.reference_logprobs))
 
     def metrics(self) -> dict[str, float]:
@@ -76,8 +78,8 @@ def learn_from(
 ) -> Experience:
     """Take the KL penalty from the rewards, estimate advantages, whiten them.
 
-    Rewards that are all equal rank no response above another. Advantages would then hold the critic's errors alone, which
-    whitening would scale up to the strength of a real signal, so they are set to 0.
+    Rewards that are all equal rank no response above another. Advantages would then hold the critic's errors
+    alone, which whitening would scale up to the strength of a real signal, so they are set to 0.
 
     Raises:
         ValueError: no response has a token, so that there is nothing to learn from.
@@ -101,7 +103,8 @@ def learn_from(
 def rewards_have_spread(rollouts: Rollouts) -> bool:
     """Whether the rewards tell some actions from others, apart from rounding.
 
-    Rewards of single tokens count too: equal sums may come from different tokens. One response alone is never without
+    Rewards of single tokens count too: equal sums may come from different tokens. One response alone is never
+    without
     spread: nothing says what others would have earned.
     """
     if len(rollouts) < 2 or _spread(rollouts.sequence_rewards):

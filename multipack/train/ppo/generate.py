@@ -1,8 +1,8 @@
 """Sample responses to this rank's prompts.
 
-The rule that makes runs comparable: a sequence draws from random numbers of its own, named by (seed, collect step, prompt
-row), and from nothing else. So no two ranks repeat each other, any number of ranks samples the same responses, and a
-resumed run goes on with the ones it would have drawn.
+The rule that makes runs comparable: a sequence draws from random numbers of its own, named by (seed, collect
+step, prompt row), and from nothing else. So no two ranks repeat each other, any number of ranks samples the
+same responses, and a resumed run goes on with the ones it would have drawn.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ class Responses:
     finished: npt.NDArray[np.bool_]
     """Whether the response ended by the end token; the others were cut off at the limit."""
     logprobs: list[npt.NDArray[np.float32]]
-    """Log-probability of each token in the distribution it was drawn from, nats, as the generating forward saw it."""
+    """Log-probability of each token in the distribution it was drawn from, nats, as the generating forward
+    saw it."""
 
 
 def sequence_uniforms(
     seed: int, collect_step: int, rows: Sequence[int], num_tokens: int
 ) -> npt.NDArray[np.float64]:
-    """One number in 0..1 for each possible token, shape [len(rows), num_tokens]; the same for the same names."""
+    """One number in 0..1 for each possible token, shape [len(rows), num_tokens]; the same for the same
+    names."""
     numbers = [np.random.default_rng([seed, collect_step, row]).random(num_tokens) for row in rows]
     return np.array(numbers, np.float64).reshape(len(rows), num_tokens)
 
@@ -51,13 +53,14 @@ def generate_responses(
 ) -> Responses:
     """Sample a response to each prompt with the library's key-value cache.
 
-    The policy must hold whole parameters and use a stock attention. Ranks may have any number of prompts, also none.
+    The policy must hold whole parameters and use a stock attention. Ranks may have any number of prompts,
+    also none.
 
     Args:
         policy: a transformers causal language model in eval mode.
         prompts: token ids, at least one each.
-        uniforms: shape [len(prompts), max_new_tokens], float64 in [0, 1): token t of response i is the one whose
-            probability mass covers `uniforms[i, t]`.
+        uniforms: shape [len(prompts), max_new_tokens], float64 in [0, 1): token t of response i is the one
+            whose probability mass covers `uniforms[i, t]`.
         temperature: divides the logits; above 0.
         batch_size: prompts generated at once; None takes all. Prompts of a batch have similar lengths.
     """
@@ -82,7 +85,8 @@ def generate_responses(
 
 
 def left_padded(prompts: Sequence[npt.NDArray[Any]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, int64 [prompts, longest], so that all prompts end where sampling begins."""
+    """Token ids and attention mask, int64 [prompts, longest], so that all prompts end where sampling
+    begins."""
     longest = max(len(prompt) for prompt in prompts)
     input_ids = np.full((len(prompts), longest), pad_token_id, np.int64)
     attention_mask = np.zeros((len(prompts), longest), np.int64)
@@ -127,8 +131,8 @@ def _generate_batch(
     pad_token_id: int,
     temperature: float,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Sampled tokens and their log-probabilities, shape [prompts, tokens of the longest response]; what follows an end
-    token is padding."""
+    """Sampled tokens and their log-probabilities, shape [prompts, tokens of the longest response]; what
+    follows an end token is padding."""
     input_ids, attention_mask = left_padded(prompts, pad_token_id)
     sampling = UniformSampling(torch.from_numpy(uniforms).to(policy.device), input_ids.shape[1], temperature)
     settings = GenerationConfig(
@@ -152,8 +156,8 @@ def _generate_batch(
 
 @contextlib.contextmanager
 def _without_habits(policy: Any) -> Iterator[None]:
-    """Put the model's own generation settings away: a penalty or a banned token would change the distribution that PPO
-    believes the tokens came from."""
+    """Put the model's own generation settings away: a penalty or a banned token would change the distribution
+    that PPO believes the tokens came from."""
     habits = policy.generation_config
     policy.generation_config = GenerationConfig()
     try:

@@ -1,7 +1,8 @@
 """How far the policy has moved from the reference, and the penalty for it.
 
 k1, the plain difference of log-probabilities, is the penalty inside the reward: its expectation is the exact
-divergence. k3 is what a person reads: never negative and far less noisy (Schulman 2020, "Approximating KL divergence").
+divergence. k3 is what a person reads: never negative and far less noisy (Schulman 2020, "Approximating KL
+divergence").
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def k3(logprobs: FloatArray, reference_logprobs: FloatArray) -> FloatArray:
 
 @dataclass
 class KLController:
-    """The coefficient of the penalty: fixed, or steered towards a divergence (Ziegler et al. 2019, section 2.2)."""
+    """The coefficient of the penalty: fixed, or steered towards a divergence (Ziegler et al. 2019, section
+    2.2)."""
 
     coefficient: float
     target: float | None = None

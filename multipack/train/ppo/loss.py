@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 class PPOLossSums(NamedTuple):
-    """Scalars of a micro-batch, all but the last summed over its action tokens; the first three carry gradients."""
+    """Scalars of a micro-batch, all but the last summed over its action tokens; the first three carry
+    gradients."""
 
     policy: Tensor
     value: Tensor

@@ -94,7 +94,8 @@ def plan_run(config: PPOConfig) -> Run:
 
 
 def train(run: Run, device: torch.device) -> PPOTrainer:
-    """Load the model and run the iterations; on SIGTERM save a checkpoint and return early. All ranks together.
+    """Load the model and run the iterations; on SIGTERM save a checkpoint and return early. All ranks
+    together.
 
     Returns:
         The trainer as the run left it. It must be gone before the process group is.
@@ -114,8 +115,9 @@ def train(run: Run, device: torch.device) -> PPOTrainer:
         trainer.load(run.checkpoint)
         if trainer.iteration > run.num_iterations:
             raise ValueError(
-                f"{run.checkpoint} is at iteration {trainer.iteration}, beyond the {run.num_iterations} of num_episodes {config.num_episodes}: "
-                "no iteration can be taken back. Raise num_episodes, or resume from an earlier checkpoint."
+                f"{run.checkpoint} is at iteration {trainer.iteration}, beyond the {run.num_iterations} of "
+                f"num_episodes {config.num_episodes}: no iteration can be taken back. Raise num_episodes, or "
+                "resume from an earlier checkpoint."
             )
     set_later_aside(Path(config.output_dir), trainer.iteration)
     prompts = deal_prompts(
@@ -157,7 +159,8 @@ def _run_iterations(trainer: PPOTrainer, prompts: Iterator[list[list[int]]], run
             report = stack.enter_context(PPOReport(config.output_dir, total=total, done=trainer.iteration))
             if trainer.iteration == total:
                 report.message(
-                    f"{run.checkpoint} is at iteration {total} of {total}: nothing is left to train. More: raise num_episodes."
+                    f"{run.checkpoint} is at iteration {total} of {total}: nothing is left to train. More: "
+                    "raise num_episodes."
                 )
 
         def evaluate() -> None:

@@ -26,7 +26,8 @@ def ppo_model_config(config: PPOConfig, vocabulary: int) -> PretrainedConfig:
     """The configuration of the actor; reads no weight.
 
     Raises:
-        ValueError: the longest sequence has more tokens than the model has positions, or the tokenizer more than it has embeddings.
+        ValueError: the longest sequence has more tokens than the model has positions, or the tokenizer more
+            than it has embeddings.
     """
     small = _TINY if config.base_model is None else {}
     overrides = {**small, **config.overrides_of_model_config}

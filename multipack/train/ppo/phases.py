@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 
 class Phases:
-    """Seconds of this rank by phase. Phases that end in a collective include the wait for the slowest rank."""
+    """Seconds of this rank by phase. Phases that end in a collective include the wait for the slowest
+    rank."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -18,7 +18,8 @@ Records = Sequence[dict[str, Any]]
 
 
 def plot_ppo(metrics_file: Path, picture: Path) -> None:
-    """Four panels by iteration: reward, divergence from the reference, losses and clipping, where the time goes.
+    """Four panels by iteration: reward, divergence from the reference, losses and clipping, where the time
+    goes.
 
     Args:
         metrics_file: lines as `MetricsLog` writes them.

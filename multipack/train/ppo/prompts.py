@@ -1,7 +1,7 @@
 """Deal the prompts of a run to ranks.
 
-Each episode takes every prompt once, over all ranks, in an order that the seed and the episode name. A collect step takes
-the same prompts whatever the number of ranks; only who generates which of them differs.
+Each episode takes every prompt once, over all ranks, in an order that the seed and the episode name. A
+collect step takes the same prompts whatever the number of ranks; only who generates which of them differs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def deal_prompts(
 ) -> Iterator[list[int]]:
     """Prompt rows of this rank for each collect step from `first_collect_step` to the end of the run.
 
-    The last collect step of an episode has what is left over; with fewer prompts than ranks some ranks get none, and an
-    empty list says so.
+    The last collect step of an episode has what is left over; with fewer prompts than ranks some ranks get
+    none, and an empty list says so.
     """
     order = RowOrder(num_prompts, seed=seed, permutation=permutation)
     sampler = DistributedBatchSampler(order, num_replicas=sizes.num_replicas, rank=rank, tail="split")
@@ -44,6 +44,7 @@ def deal_prompts(
 
 
 def permutation_of_old_checkpoints(num_prompts: int, seed: int, episode: int) -> Rows:
-    """The order of prompts in runs that were saved before prompts had an order of their own: a plan of bins of one prompt each."""
+    """The order of prompts in runs that were saved before prompts had an order of their own: a plan of bins
+    of one prompt each."""
     plan = EpochPlan(np.ones(num_prompts, np.int64), 1, seed=seed, epoch=episode)
     return np.concatenate(plan.bins(0, num_prompts))

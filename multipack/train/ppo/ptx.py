@@ -1,4 +1,5 @@
-"""Supervised rows mixed into the updates, so that the policy does not forget how to write (PPO-ptx, Ouyang et al. 2022)."""
+"""Supervised rows mixed into the updates, so that the policy does not forget how to write (PPO-ptx, Ouyang et
+al. 2022)."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ class PtxMix:
         num_replicas = dist.get_world_size()
         if bins_per_step % num_replicas:
             raise ValueError(
-                f"ptx_bins_per_step is {bins_per_step} over {num_replicas} ranks: all ranks need the same number. "
-                f"Use {-(-bins_per_step // num_replicas) * num_replicas}."
+                f"ptx_bins_per_step is {bins_per_step} over {num_replicas} ranks: all ranks need the same "
+                f"number. Use {-(-bins_per_step // num_replicas) * num_replicas}."
             )
         self._coef = coef
         self._micro_steps = bins_per_step // num_replicas
@@ -64,9 +65,11 @@ class PtxMix:
         self._batches = self._endless()
 
     def add_gradient(self, engine: Engine) -> Tensor:
-        """Add the gradient of one optimizer step's supervised rows; this rank's part of the mean loss, unweighted.
+        """Add the gradient of one optimizer step's supervised rows; this rank's part of the mean loss,
+        unweighted.
 
-        Comes before the micro-steps of PPO, so that the last micro-step of the optimizer step uses all networks.
+        Comes before the micro-steps of PPO, so that the last micro-step of the optimizer step uses all
+        networks.
         """
         batches = [next(self._batches) for _ in range(self._micro_steps)]
         (num_targets,) = sum_over_ranks(sum(batch["num_target_tokens"] for batch in batches))

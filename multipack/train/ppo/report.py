@@ -1,4 +1,5 @@
-"""What a person sees of a PPO run: one progress bar, metrics.jsonl, samples.jsonl, TensorBoard, run.png and a last line.
+"""What a person sees of a PPO run: one progress bar, metrics.jsonl, samples.jsonl, TensorBoard, run.png and a
+last line.
 
 Rank 0 only.
 """
@@ -68,8 +69,8 @@ class PPOReport:
         self._optimizer_steps += metrics["num_optimizer_steps"]
         self._log.write("ppo", self._done, metrics)
         self._bar.set_postfix_str(
-            f"reward {metrics['reward']:.3f}, kl {metrics['kl']:.3f}, {metrics['response_tokens']:.0f} tokens, "
-            f"generation {metrics['generation_share']:.0%}, wait {metrics['wait_share']:.1%}",
+            f"reward {metrics['reward']:.3f}, kl {metrics['kl']:.3f}, {metrics['response_tokens']:.0f} "
+            f"tokens, generation {metrics['generation_share']:.0%}, wait {metrics['wait_share']:.1%}",
             refresh=False,
         )
         self._bar.update(1)
@@ -82,8 +83,8 @@ class PPOReport:
         self._log.write("eval", iteration, metrics)
         self._write_samples("eval", iteration, samples)
         self.message(
-            f"iteration {iteration}: held-out reward {metrics['reward']:.4f} over {metrics['num_prompts']:,.0f} prompts, "
-            f"{metrics['finished_share']:.0%} of responses ended"
+            f"iteration {iteration}: held-out reward {metrics['reward']:.4f} over "
+            f"{metrics['num_prompts']:,.0f} prompts, {metrics['finished_share']:.0%} of responses ended"
         )
 
     def _write_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -105,9 +106,10 @@ class PPOReport:
         """One line about the iterations of this process, of which there is at least one."""
         newest = self._newest
         return (
-            f"ppo: iteration {self._done}, reward {self.last_reward:.4f} (mean of the last {len(self._rewards[-_LAST:])}), "
-            f"{self._samples:,.0f} samples and {self._optimizer_steps:,.0f} optimizer steps in {self._seconds:.1f} s | "
-            f"{self._samples / self._seconds:,.1f} samples/s | kl {newest['kl']:.4f} | generation "
-            f"{newest['generation_share']:.1%}, training {newest['train_share']:.1%}, data wait {newest['wait_share']:.2%} | "
-            f"{newest['tflops']:.4f} TFLOPS a rank"
+            f"ppo: iteration {self._done}, reward {self.last_reward:.4f} (mean of the last "
+            f"{len(self._rewards[-_LAST:])}), {self._samples:,.0f} samples and {self._optimizer_steps:,.0f} "
+            f"optimizer steps in {self._seconds:.1f} s | {self._samples / self._seconds:,.1f} samples/s | kl "
+            f"{newest['kl']:.4f} | generation {newest['generation_share']:.1%}, training "
+            f"{newest['train_share']:.1%}, data wait {newest['wait_share']:.2%} | {newest['tflops']:.4f} "
+            "TFLOPS a rank"
         )

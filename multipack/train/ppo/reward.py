@@ -1,8 +1,9 @@
 """Ask for rewards and check the answer before it can reach a loss.
 
-A reward is any callable `reward(prompts, responses)`. Both arguments are lists of dicts, one a sequence: a prompt is
-its row of the prompt set (`input_ids`, `text` where there is a tokenizer, and every other column, such as the right
-answer); a response has `input_ids` (the end token included, where one was sampled) and `text`. It returns one entry a
+A reward is any callable `reward(prompts, responses)`. Both arguments are lists of dicts, one a sequence: a
+prompt is its row of the prompt set (`input_ids`, `text` where there is a tokenizer, and every other column,
+such as the right answer); a response has `input_ids` (the end token included, where one was sampled) and
+`text`. It returns one entry a
 sequence: a number, which is given at the last token, or one number a response token.
 """
 
@@ -28,15 +29,17 @@ def token_rewards(
     Args:
         reward: the callable, see above.
         prompts, responses: one dict a sequence.
-        places: where each prompt comes from, such as "p.jsonl, line 7", for messages; None numbers the sequences.
+        places: where each prompt comes from, such as "p.jsonl, line 7", for messages; None numbers the
+            sequences.
 
     Returns:
-        Rewards of all response tokens, float32, shape [sum of response lengths], and scores, float32, shape [sequences].
-        A response without tokens has nothing to give its reward to: it counts in the scores alone.
+        Rewards of all response tokens, float32, shape [sum of response lengths], and scores, float32, shape
+        [sequences]. A response without tokens has nothing to give its reward to: it counts in the scores
+        alone.
 
     Raises:
-        ValueError: the callable raises, returns no sequence, the wrong number of rewards, the wrong number for the tokens
-            of a response, or one that is not finite; the message names the prompt.
+        ValueError: the callable raises, returns no sequence, the wrong number of rewards, the wrong number
+            for the tokens of a response, or one that is not finite; the message names the prompt.
         TypeError: an entry is no number.
     """
     if not prompts:
@@ -69,13 +72,15 @@ def _asked(
         answers = reward(prompts, responses)
     except Exception as error:
         raise ValueError(
-            f"The reward function raises {described(error)}, {_culprit(reward, prompts, responses, named)}. Correct it, or the prompts."
+            f"The reward function raises {described(error)}, {_culprit(reward, prompts, responses, named)}. "
+            "Correct it, or the prompts."
         ) from error
     try:
         count = len(answers)
     except TypeError:
         raise ValueError(
-            f"The reward function returned {answers!r} for {len(responses)} responses. Return one entry a response."
+            f"The reward function returned {answers!r} for {len(responses)} responses. Return one entry a "
+            "response."
         ) from None
     if count != len(responses):
         raise ValueError(

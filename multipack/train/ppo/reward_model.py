@@ -1,8 +1,9 @@
 """A reward model: a sequence classifier with one output, as a reward function.
 
-transformers' decoder classifiers find the last token of a row by comparing token ids with `config.pad_token_id`, so an
-end token that also pads would be taken for padding and the score be read one token early. Here a batch is filled up
-with a token that does not occur in it, which makes that search exact whatever token the tokenizer pads with.
+transformers' decoder classifiers find the last token of a row by comparing token ids with
+`config.pad_token_id`, so an end token that also pads would be taken for padding and the score be read one
+token early. Here a batch is filled up with a token that does not occur in it, which makes that search exact
+whatever token the tokenizer pads with.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ logger = logging.getLogger(__name__)
 class RewardModel:
     """Rewards a response by the classifier's output for prompt and response together, at its last token.
 
-    It reads the policy's token ids, so it must have the policy's tokenizer. Weights are read at the first use.
+    It reads the policy's token ids, so it must have the policy's tokenizer. Weights are read at the first
+    use.
 
     Args:
         name: folder or hub name.
@@ -33,8 +35,8 @@ class RewardModel:
         trust_remote_code: run Python code that comes with the model.
 
     Raises:
-        ValueError: the classifier does not have exactly one output, fewer positions than `longest`, or another
-            tokenizer than the policy.
+        ValueError: the classifier does not have exactly one output, fewer positions than `longest`, or
+            another tokenizer than the policy.
     """
 
     def __init__(
@@ -54,15 +56,16 @@ class RewardModel:
             ) from error
         if self._config.num_labels != 1:
             raise ValueError(
-                f"reward_model {name} has {self._config.num_labels} outputs; a reward is one number. Use a classifier with "
-                "num_labels 1."
+                f"reward_model {name} has {self._config.num_labels} outputs; a reward is one number. Use a "
+                "classifier with num_labels 1."
             )
         text_config = self._config.get_text_config()
         positions = getattr(text_config, "max_position_embeddings", None)
         if longest is not None and positions is not None and longest > positions:
             raise ValueError(
-                f"reward_model {name} has {positions} positions, and a prompt with its response can have {longest} tokens "
-                "(max_prompt_tokens + max_new_tokens), which it could not read. Lower them, or use another classifier."
+                f"reward_model {name} has {positions} positions, and a prompt with its response can have "
+                f"{longest} tokens (max_prompt_tokens + max_new_tokens), which it could not read. Lower "
+                "them, or use another classifier."
             )
         self._vocabulary: int = text_config.vocab_size
         self._name = name
@@ -85,8 +88,9 @@ class RewardModel:
         for ids in sequences:
             if int(ids.max()) >= self._vocabulary:
                 raise ValueError(
-                    f"reward_model {self._name} has embeddings for {self._vocabulary} tokens and is asked about token "
-                    f"{int(ids.max())}: it has another tokenizer than the policy. Use one trained with the policy's."
+                    f"reward_model {self._name} has embeddings for {self._vocabulary} tokens and is asked "
+                    f"about token {int(ids.max())}: it has another tokenizer than the policy. Use one "
+                    "trained with the policy's."
                 )
         scores: list[float] = []
         for start in range(0, len(sequences), self._batch_size):
@@ -138,8 +142,8 @@ class RewardModel:
                 else "they share no token"
             )
             raise ValueError(
-                f"reward_model {self._name} has another tokenizer than the policy ({example}), so it would judge other text than "
-                "was written. Use a classifier trained with the policy's tokenizer."
+                f"reward_model {self._name} has another tokenizer than the policy ({example}), so it would "
+                "judge other text than was written. Use a classifier trained with the policy's tokenizer."
             )
 
 

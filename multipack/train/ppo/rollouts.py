@@ -1,7 +1,7 @@
 """What the ranks sampled, as one buffer of rollouts that every rank holds whole.
 
-Ragged arrays in one canonical order: by collect step, then by prompt row. It depends on no number of ranks, so neither
-do the plans made over it.
+Ragged arrays in one canonical order: by collect step, then by prompt row. It depends on no number of ranks,
+so neither do the plans made over it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Rollouts:
     rewards: FloatArray
     """[sum of response lengths] Reward of each response token, without the KL penalty."""
     sampling_logprobs: FloatArray
-    """[sum of response lengths] Log-probability of each response token as the generating forward saw it, nats."""
+    """[sum of response lengths] Log-probability of each response token as the generating forward saw it,
+    nats."""
 
     def __len__(self) -> int:
         return len(self.prompt_rows)
@@ -144,5 +145,6 @@ def exchange_rollouts(shares: Sequence[Rollouts]) -> Rollouts:
 
 
 def _share_sizes(lengths: IntArray, ends: IntArray) -> list[int]:
-    """Elements that each rank brings, from the lengths of all sequences and the boundaries of the ranks' shares."""
+    """Elements that each rank brings, from the lengths of all sequences and the boundaries of the ranks'
+    shares."""
     return [int(lengths[start:end].sum()) for start, end in itertools.pairwise(ends)]

@@ -1,7 +1,7 @@
 """Score a buffer: old log-probabilities, reference log-probabilities and values of every action token.
 
-Each rank scores its share of packed micro-batches, planned as in an update and run through the same forward, and all
-ranks end up with all scores.
+Each rank scores its share of packed micro-batches, planned as in an update and run through the same forward,
+and all ranks end up with all scores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The sizes of a PPO run, all of them global, and whether they fit together.
 
-One iteration collects `rollout_batch_size * num_collect_steps` sequences into a buffer and then updates from it in
-optimizer steps of `train_batch_size` sequences. Nothing here needs a model, so what cannot train fails before one is loaded.
+One iteration collects `rollout_batch_size * num_collect_steps` sequences into a buffer and then updates from
+it in optimizer steps of `train_batch_size` sequences. Nothing here needs a model, so what cannot train fails
+before one is loaded.
 """
 
 from __future__ import annotations
@@ -75,13 +76,14 @@ class PPOSizes:
             below = above - ranks
             fits = f"{above}" if below == 0 else f"{below} or {above}"
             raise ValueError(
-                f"rollout_batch_size is {self.rollout_batch_size} prompts for {ranks} ranks: every rank needs at least one "
-                f"and all the same number, or the others would wait for it. Use {fits}."
+                f"rollout_batch_size is {self.rollout_batch_size} prompts for {ranks} ranks: every rank "
+                f"needs at least one and all the same number, or the others would wait for it. Use {fits}."
             )
         if self.train_batch_size < ranks:
             raise ValueError(
-                f"train_batch_size is {self.train_batch_size} sequences for {ranks} ranks (it counts all ranks): some ranks "
-                f"would have nothing to train in every step. Use at least {ranks}, or at most {self.train_batch_size} ranks."
+                f"train_batch_size is {self.train_batch_size} sequences for {ranks} ranks (it counts all "
+                f"ranks): some ranks would have nothing to train in every step. Use at least {ranks}, or at "
+                f"most {self.train_batch_size} ranks."
             )
 
     def _check_buffer(self) -> None:
@@ -91,23 +93,26 @@ class PPOSizes:
         rollouts = -(-wanted // (self.num_collect_steps * ranks)) * ranks
         collects = -(-wanted // self.rollout_batch_size)
         raise ValueError(
-            f"One iteration collects {buffer} sequences (rollout_batch_size {self.rollout_batch_size} x num_collect_steps "
-            f"{self.num_collect_steps}) but train_batch_size is {wanted} over {ranks} ranks ({wanted / ranks:g} a rank): "
-            f"{buffer} < {wanted}, so not one optimizer step would ever fill and nothing would be trained. What works: "
-            f"train_batch_size {buffer} or less ({buffer / ranks:g} a rank), rollout_batch_size {rollouts} or more, or "
-            f"num_collect_steps {collects} or more."
+            f"One iteration collects {buffer} sequences (rollout_batch_size {self.rollout_batch_size} x "
+            f"num_collect_steps {self.num_collect_steps}) but train_batch_size is {wanted} over {ranks} "
+            f"ranks ({wanted / ranks:g} a rank): {buffer} < {wanted}, so not one optimizer step would ever "
+            f"fill and nothing would be trained. What works: train_batch_size {buffer} or less "
+            f"({buffer / ranks:g} a rank), rollout_batch_size {rollouts} or more, or num_collect_steps "
+            f"{collects} or more."
         )
 
 
 def collect_sizes(num_prompts: int, rollout_batch_size: int, num_episodes: int) -> Iterator[int]:
-    """Prompts of each collect step of a run: every episode takes each prompt once and ends with what is left over."""
+    """Prompts of each collect step of a run: every episode takes each prompt once and ends with what is left
+    over."""
     for _ in range(num_episodes):
         for start in range(0, num_prompts, rollout_batch_size):
             yield min(rollout_batch_size, num_prompts - start)
 
 
 def buffer_sizes(sizes: PPOSizes, num_prompts: int, num_episodes: int) -> list[int]:
-    """Sequences that each iteration of a run collects; the collect steps go on across episodes and none is left out."""
+    """Sequences that each iteration of a run collects; the collect steps go on across episodes and none is
+    left out."""
     steps = list(collect_sizes(num_prompts, sizes.rollout_batch_size, num_episodes))
     each = sizes.num_collect_steps
     return [sum(steps[start : start + each]) for start in range(0, len(steps), each)]
@@ -126,8 +131,9 @@ def check_prompts(sizes: PPOSizes, num_prompts: int, num_dropped: int, num_episo
     first = buffer_sizes(sizes, num_prompts, num_episodes)[0]
     if first < sizes.train_batch_size:
         raise ValueError(
-            f"{story}; with rollout_batch_size {sizes.rollout_batch_size} and num_collect_steps {sizes.num_collect_steps} "
-            f"the first iteration collects {first} sequences, and train_batch_size is {sizes.train_batch_size}: {first} < "
-            f"{sizes.train_batch_size}, so no optimizer step would fill. Use a train_batch_size of at most {first}, more or "
-            "shorter prompts, or more num_collect_steps and num_episodes."
+            f"{story}; with rollout_batch_size {sizes.rollout_batch_size} and num_collect_steps "
+            f"{sizes.num_collect_steps} the first iteration collects {first} sequences, and train_batch_size "
+            f"is {sizes.train_batch_size}: {first} < {sizes.train_batch_size}, so no optimizer step would "
+            f"fill. Use a train_batch_size of at most {first}, more or shorter prompts, or more "
+            "num_collect_steps and num_episodes."
         )

@@ -88,8 +88,9 @@ def _fitting(task: Task, config: PPOConfig) -> Task:
     if config.overlong_prompts == "error":
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         raise ValueError(
-            f"{num_long} of {len(lengths)} prompts are longer than max_prompt_tokens {limit}; the longest has "
-            f"{lengths[longest]} tokens ({task.place(longest)}). Raise max_prompt_tokens (and micro_batch_tokens), or set overlong_prompts to drop."
+            f"{num_long} of {len(lengths)} prompts are longer than max_prompt_tokens {limit}; the longest "
+            f"has {lengths[longest]} tokens ({task.place(longest)}). Raise max_prompt_tokens (and "
+            "micro_batch_tokens), or set overlong_prompts to drop."
         )
     logger.warning("%d of %d prompts are longer than %d tokens and dropped", num_long, len(lengths), limit)
     return task.subset([row for row, length in enumerate(lengths) if length <= limit])

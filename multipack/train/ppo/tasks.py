@@ -1,7 +1,7 @@
 """What a PPO run practises: prompts, and a reward for the responses.
 
-Two tasks are built in: class tokens, which need no download and no language, and grade-school maths, whose answers can
-be checked. Any other prompt file works with a reward function or reward model of the user's.
+Two tasks are built in: class tokens, which need no download and no language, and grade-school maths, whose
+answers can be checked. Any other prompt file works with a reward function or reward model of the user's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from jinja2 import TemplateError
 from multipack.train.ppo.reward import RewardFunction, Row, described
 
 VOCABULARY = 64
-"""Token ids of the class-token task: 0 pad, 1 end, 4..7 name a class, 24..31 fill, 32..63 are four classes of eight."""
+"""Token ids of the class-token task: 0 pad, 1 end, 4..7 name a class, 24..31 fill, 32..63 are four classes of
+eight."""
 
 _PAD, _END, _FIRST_NAME, _FIRST_FILLER, _FIRST_MEMBER, _CLASSES, _CLASS_SIZE = 0, 1, 4, 24, 32, 4, 8
 _LONGEST_PROMPT = 12
@@ -71,7 +72,8 @@ class Task:
 def class_token_task(num_prompts: int, seed: int, max_new_tokens: int) -> Task:
     """Answer with tokens of the class that the prompt's last token names; chance scores 0.125, perfection 1.
 
-    Prompts have 2 to 12 tokens, so that bins differ. Each response token of the right class earns 1 / max_new_tokens.
+    Prompts have 2 to 12 tokens, so that bins differ. Each response token of the right class earns 1 /
+    max_new_tokens.
     """
     rng = np.random.default_rng([seed, 0xC1A55])
     prompts = []
@@ -97,12 +99,12 @@ def _members(token_ids: Sequence[int], wanted_class: int) -> Any:
 def prompt_file_task(path: str, tokenizer: Any, reward: RewardFunction, prompt_field: str = "prompt") -> Task:
     """Prompts of a jsonl(.gz) file with a user's reward.
 
-    A row has `input_ids`, or text in `prompt_field`, or chat `messages`; messages up to the last user turn are the prompt
-    and go through the tokenizer's chat template. All other columns reach the reward.
+    A row has `input_ids`, or text in `prompt_field`, or chat `messages`; messages up to the last user turn
+    are the prompt and go through the tokenizer's chat template. All other columns reach the reward.
 
     Raises:
-        ValueError: a row without a prompt or with a malformed one, or a token id beyond the tokenizer's; the message
-            names the line.
+        ValueError: a row without a prompt or with a malformed one, or a token id beyond the tokenizer's; the
+            message names the line.
     """
     prompts, lines = [], []
     for line, row in read_rows(path):
@@ -115,8 +117,10 @@ def gsm8k_task(path: str, tokenizer: Any) -> Task:
     """Grade-school maths (Cobbe et al. 2021): a response earns 1 if its last number is the right one, else 0.
 
     Args:
-        path: jsonl(.gz) with `messages` (question, worked answer) or `question` and `answer`; answers end in "#### 72".
-        tokenizer: with a chat template the question is a user turn; without one it is "Question: ... Answer:".
+        path: jsonl(.gz) with `messages` (question, worked answer) or `question` and `answer`; answers end in
+            "#### 72".
+        tokenizer: with a chat template the question is a user turn; without one it is "Question: ...
+            Answer:".
 
     Raises:
         ValueError: an answer without "####", so that no response could be right.
@@ -156,7 +160,8 @@ def load_reward(name: str) -> RewardFunction:
     """The callable called "module:function"; the module must be importable.
 
     Raises:
-        ValueError: no such module or function, the module fails, or it cannot be called with prompts and responses.
+        ValueError: no such module or function, the module fails, or it cannot be called with prompts and
+            responses.
     """
     module_name, colon, function_name = name.partition(":")
     if not colon:
@@ -177,7 +182,8 @@ def load_reward(name: str) -> RewardFunction:
         inspect.signature(function).bind([], [])
     except TypeError as error:
         raise ValueError(
-            f"reward {name!r} cannot be called with (prompts, responses): {error}. Both are lists, one entry a sequence."
+            f"reward {name!r} cannot be called with (prompts, responses): {error}. Both are lists, one entry "
+            "a sequence."
         ) from error
     except ValueError:  # a callable of C has no signature to look at
         pass
@@ -199,7 +205,8 @@ def read_rows(path: str) -> Iterator[tuple[int, Row]]:
                     yield line, _parsed(text, f"{path}, line {line}")
         except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(
-                f"{path} cannot be read after line {line}: {error}. Prompts are UTF-8 text, one JSON object a line."
+                f"{path} cannot be read after line {line}: {error}. Prompts are UTF-8 text, one JSON object "
+                "a line."
             ) from error
 
 
@@ -231,13 +238,14 @@ def _with_tokens(row: Row, tokenizer: Any, prompt_field: str, where: str) -> Row
 def _check_token_ids(ids: Any, vocabulary: int, where: str) -> None:
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise ValueError(
-            f"{where}: input_ids is {_short(ids)}, not a list of whole numbers. Give token ids, or text in another column."
+            f"{where}: input_ids is {_short(ids)}, not a list of whole numbers. Give token ids, or text in "
+            "another column."
         )
     wrong = [token for token in ids if not 0 <= token < vocabulary]
     if wrong:
         raise ValueError(
-            f"{where}: token id {wrong[0]} is outside the tokenizer's 0..{vocabulary - 1}. Was the file made with another "
-            "tokenizer? Give the prompt as text."
+            f"{where}: token id {wrong[0]} is outside the tokenizer's 0..{vocabulary - 1}. Was the file made "
+            "with another tokenizer? Give the prompt as text."
         )
 
 
@@ -249,8 +257,8 @@ def _chat_prompt(messages: Any, tokenizer: Any, where: str) -> str:
         raise ValueError(f"{where} has messages but no user turn, so there is nothing to answer.")
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            f"{where} has messages, and the tokenizer has no chat template to write them with. Use the tokenizer of a chat "
-            "model, or prompts of text."
+            f"{where} has messages, and the tokenizer has no chat template to write them with. Use the "
+            "tokenizer of a chat model, or prompts of text."
         )
     try:
         text: str = tokenizer.apply_chat_template(
@@ -273,7 +281,8 @@ def _check_messages(messages: Any, where: str) -> None:
             )
         if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
             raise ValueError(
-                f"{where}: the content of message {number} ({turn['role']}) is {_short(turn.get('content'))}, not text."
+                f"{where}: the content of message {number} ({turn['role']}) is "
+                f"{_short(turn.get('content'))}, not text."
             )
 
 

@@ -48,7 +48,8 @@ _EVALUATION = 1 << 31
 """In the place of a collect step, names the random numbers of evaluations; no run has so many."""
 
 _ROUNDING = {False: 1e-3, True: 0.5}
-"""How far two packed forwards of the same weights may put the log-probability of a token, by whether they run in bfloat16."""
+"""How far two packed forwards of the same weights may put the log-probability of a token, by whether they run
+in bfloat16."""
 
 _PHASES = {
     "generation": "generation",
@@ -206,7 +207,8 @@ class PPOTrainer:
         """Go on from a checkpoint, also of another number of ranks or ZeRO stage.
 
         Raises:
-            ValueError: it is damaged, or of a run with other prompts, sizes or seed, whose position would mean something else.
+            ValueError: it is damaged, or of a run with other prompts, sizes or seed, whose position would
+                mean something else.
         """
         state = read_state(checkpoint)
         ours, theirs = self._identity(), state.get("run", {})
@@ -217,8 +219,8 @@ class PPOTrainer:
         ]
         if differing:
             raise ValueError(
-                f"{checkpoint} is of another run: {', '.join(differing)}. Resuming would repeat or lose prompts: resume with "
-                "the configuration that wrote it."
+                f"{checkpoint} is of another run: {', '.join(differing)}. Resuming would repeat or lose "
+                "prompts: resume with the configuration that wrote it."
             )
         load_tensors(checkpoint, self.engine.state_tensors())
         self.engine.loaded()
@@ -235,17 +237,18 @@ class PPOTrainer:
         if not experience.has_spread:
             self._say_once(
                 "spread",
-                f"iteration {iteration}: all {len(rollouts)} rewards are {rollouts.sequence_rewards[0]:g}, so no response is better than "
-                "another and the policy is not moved (advantages are 0; only the critic learns). Check the reward, raise the "
-                "temperature, or choose prompts that the policy sometimes answers well.",
+                f"iteration {iteration}: all {len(rollouts)} rewards are {rollouts.sequence_rewards[0]:g}, "
+                "so no response is better than another and the policy is not moved (advantages are 0; only "
+                "the critic learns). Check the reward, raise the temperature, or choose prompts that the "
+                "policy sometimes answers well.",
             )
         # Class tokens are rewarded token by token and need no end.
         if self._task.tokenizer is not None and not rollouts.finished.any():
             self._say_once(
                 "end",
                 f"iteration {iteration}: none of {len(rollouts)} responses ended within max_new_tokens "
-                f"{self._config.max_new_tokens}; rewards are for texts that were cut off. Raise max_new_tokens, set "
-                "missing_eos_penalty, or begin with a model that ends its answers.",
+                f"{self._config.max_new_tokens}; rewards are for texts that were cut off. Raise "
+                "max_new_tokens, set missing_eos_penalty, or begin with a model that ends its answers.",
             )
 
     def _say_once(self, what: str, text: str) -> None:
@@ -312,7 +315,8 @@ class _Operations:
         self._update = flops_per_token(self._weights, trained)
 
     def of_iteration(self, collected_tokens: int, trained_tokens: int) -> dict[str, float]:
-        """By phase: generation (2 for each weight of the actor and token), scoring by policy and reference, updates."""
+        """By phase: generation (2 for each weight of the actor and token), scoring by policy and reference,
+        updates."""
         return {
             "generation": 2.0 * self._actor * collected_tokens,
             "scoring": 2.0 * (self._weights + self._actor) * collected_tokens,

@@ -1,7 +1,7 @@
 """The update phase: optimizer steps on packed micro-batches of the buffer.
 
-Every rank plans the same steps and takes as many micro-batches; the sums of each step are divided by the action tokens of
-the whole step, which all ranks know from the plan.
+Every rank plans the same steps and takes as many micro-batches; the sums of each step are divided by the
+action tokens of the whole step, which all ranks know from the plan.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class UpdateResult:
     update_entropy: float
     """Nats an action token, while updating."""
     clip_share: float
-    """Share of action tokens whose ratio left 1 +- clip_range. Above 0.3: lower the learning rate or num_update_steps."""
+    """Share of action tokens whose ratio left 1 +- clip_range. Above 0.3: lower the learning rate or
+    num_update_steps."""
     value_clip_share: float
     """Share of action tokens whose value left the old one by more than value_clip_range."""
     step_divergence: float
-    """Divergence from the policy that sampled, nats an action token. Above 0.1 the updates go far beyond what was sampled."""
+    """Divergence from the policy that sampled, nats an action token. Above 0.1 the updates go far beyond what
+    was sampled."""
     ptx_loss: float
     """Cross-entropy of the supervised mix, nats a token; NaN without one."""
     grad_norm: float
@@ -95,7 +97,8 @@ class UpdatePhase:
             phases: gets the times of "data wait" and "update".
 
         Raises:
-            RuntimeError: the first micro-batch gives its actions other probabilities than scoring did, by the same weights.
+            RuntimeError: the first micro-batch gives its actions other probabilities than scoring did, by the
+                same weights.
             FloatingPointError: a loss or a gradient is not finite; on every rank, before anything is saved.
         """
         lengths, action_lengths = experience.rollouts.lengths, experience.rollouts.response_lengths
@@ -105,7 +108,8 @@ class UpdatePhase:
         norms: list[Tensor] = []
         learning_rate = 0.0
         for plan, rows in zip(plans, step_rows, strict=True):
-            # Every rank knows the action tokens of the step, so none has to ask. 1 where all responses are empty.
+            # Every rank knows the action tokens of the step, so none has to ask. 1 where all responses are
+            # empty.
             num_actions = max(1, int(action_lengths[rows].sum()))
             ptx_loss = self._add_ptx(phases)
             sums = self._add_gradients(
@@ -128,8 +132,9 @@ class UpdatePhase:
         grad_norm = float(torch.stack(norms).max())
         if not all(map(math.isfinite, (*shared, ptx_sum, grad_norm))):
             raise FloatingPointError(
-                f"losses {dict(zip(_SUMS, shared, strict=True))}, ptx_loss {ptx_sum}, gradient norm {grad_norm}, at a learning rate of "
-                f"{learning_rate:g}. The policy is lost from here on: resume from a checkpoint with a lower learning_rate."
+                f"losses {dict(zip(_SUMS, shared, strict=True))}, ptx_loss {ptx_sum}, gradient norm "
+                f"{grad_norm}, at a learning rate of {learning_rate:g}. The policy is lost from here on: "
+                "resume from a checkpoint with a lower learning_rate."
             )
         return UpdateResult(
             **dict(zip(_SUMS, shared, strict=True)),
@@ -198,9 +203,10 @@ class UpdatePhase:
         error = None
         if not largest_log_ratio <= self._ratio_tolerance:
             error = RuntimeError(
-                f"old and new log-probabilities of an action differ by {largest_log_ratio:g} before any weight has moved, above "
-                f"rounding ({self._ratio_tolerance:g}): the ratio would start away from 1 and the first step would be wrong. "
-                "Is something random in the model's forward, such as a dropout that is not a module or an attribute?"
+                f"old and new log-probabilities of an action differ by {largest_log_ratio:g} before any "
+                f"weight has moved, above rounding ({self._ratio_tolerance:g}): the ratio would start away "
+                "from 1 and the first step would be wrong. Is something random in the model's forward, such "
+                "as a dropout that is not a module or an attribute?"
             )
         raise_everywhere(error, "The first micro-batch")
 

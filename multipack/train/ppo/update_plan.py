@@ -1,7 +1,7 @@
 """Which sequences of the buffer an optimizer step takes, and how they fall into micro-batches and ranks.
 
-Pure functions of the buffer's lengths and a seed: every rank computes the whole plan and takes its own column, so all
-ranks have the same number of micro-batches and no rank asks another.
+Pure functions of the buffer's lengths and a seed: every rank computes the whole plan and takes its own
+column, so all ranks have the same number of micro-batches and no rank asks another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ UpdateMode = Literal["epochs", "steps"]
 
 
 StepPlan: TypeAlias = list[list[BatchIndices]]
-"""Rows of the buffer by micro-step and rank of one optimizer step; those of a repeated batch count for nothing."""
+"""Rows of the buffer by micro-step and rank of one optimizer step; those of a repeated batch count for
+nothing."""
 
 
 def num_optimizer_steps(
@@ -27,8 +28,8 @@ def num_optimizer_steps(
 ) -> int:
     """Optimizer steps of one update phase.
 
-    "epochs": `num_update_steps` passes over the buffer, each in ceil(buffer / batch) steps, the last one smaller where it
-    does not divide. "steps": exactly `num_update_steps`.
+    "epochs": `num_update_steps` passes over the buffer, each in ceil(buffer / batch) steps, the last one
+    smaller where it does not divide. "steps": exactly `num_update_steps`.
     """
     if mode == "steps":
         return num_update_steps
@@ -40,8 +41,8 @@ def step_rows(
 ) -> Iterator[IntArray]:
     """Rows of the buffer that each optimizer step takes, in turn.
 
-    "epochs" shuffles the buffer again for every pass and takes each row once a pass; "steps" draws each step's rows without
-    replacement, so a row may come again in another step or not at all.
+    "epochs" shuffles the buffer again for every pass and takes each row once a pass; "steps" draws each
+    step's rows without replacement, so a row may come again in another step or not at all.
     """
     rng = np.random.default_rng(seed)
     for _ in range(num_update_steps):

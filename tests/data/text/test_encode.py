@@ -71,8 +71,8 @@ def test_alpaca_learns_the_answer_and_its_end() -> None:
         "### Instruction:\nAdd.\n\n### Input:\n1, 2\n\n### Response:\n3<|end|>"
     )
     assert tokenizer.decode(without.input_ids) == (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nSay hi.\n\n### Response:\nhi<|end|>"
+        "Below is an instruction that describes a task. Write a response that appropriately completes the "
+        "request.\n\n### Instruction:\nSay hi.\n\n### Response:\nhi<|end|>"
     )
     assert learnt(with_input, tokenizer) == "3<|end|>"
     assert learnt(without, tokenizer) == "hi<|end|>"
@@ -136,7 +136,8 @@ def test_an_empty_batch_is_no_rows() -> None:
 
 
 def test_white_space_tokens_with_empty_offsets_stay_on_their_side() -> None:
-    # A tokenizer that trims offsets gives the white space before an answer the empty range where the answer starts.
+    # A tokenizer that trims offsets gives the white space before an answer the empty range where the answer
+    # starts.
     from tokenizers import processors
 
     tokenizer = byte_tokenizer()
@@ -261,7 +262,8 @@ def test_missing_columns_are_named_with_those_found() -> None:
 @pytest.mark.shared
 @pytest.mark.parametrize("name", ["self_instruct_human", "oasst1_en_val_threads", "gsm8k_test"])
 def test_learnt_tokens_equal_an_independent_count(name: str) -> None:
-    # The arrays were counted from ChatML written out by hand, without the system turn of 21 tokens that the template adds.
+    # The arrays were counted from ChatML written out by hand, without the system turn of 21 tokens that the
+    # template adds.
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "data/tokenizers/smollm2")
     with gzip.open(SHARED / f"data/text/{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
         talks = [json.loads(line)["messages"] for line in lines]

@@ -1,5 +1,6 @@
 # ruff: noqa: RUF001 (letters of templates, and Greek ones that stand for special tokens)
-"""Small files of every kind: their tokens and labels worked out by hand, and the same for training and for `multipack inspect`."""
+"""Small files of every kind: their tokens and labels worked out by hand, and the same for training and for
+`multipack inspect`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ SPECIAL = {"β": 257, "ε": 258, "σ": 259, "υ": 260, "α": 261}
 
 
 def byte_id(byte: int) -> int:
-    """Place of a byte in the sorted alphabet of byte-level BPE: printable Latin-1 first, the others behind."""
+    """Place of a byte in the sorted alphabet of byte-level BPE: printable Latin-1 first, the others
+    behind."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [other for other in range(256) if other not in printable]
     return printable.index(byte) if byte in printable else len(printable) + others.index(byte)
@@ -90,8 +92,8 @@ PARTS = {
     ]
 }
 ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\nadd\n\n### Response:\n«3ε»"
+    "Below is an instruction that describes a task. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\nadd\n\n### Response:\n«3ε»"
 )
 
 ROWS: dict[str, tuple[list[dict[str, Any]], list[str], dict[str, Any]]] = {

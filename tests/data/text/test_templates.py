@@ -1,5 +1,6 @@
 # ruff: noqa: RUF001 (letters of templates, and Greek ones that stand for special tokens)
-"""Chat templates of others: each answer's text and its end are learnt, nothing of a prompt is, or the row is refused."""
+"""Chat templates of others: each answer's text and its end are learnt, nothing of a prompt is, or the row is
+refused."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def learnt(tokenizer: Any, sequences: list[Encoded]) -> list[str]:
 DISAGREE = "asks for message 1 by"
 NO_END = "writes no end after message 1"
 REFUSED = {"deepseek_r1_distill": DISAGREE, "deepseekv3": DISAGREE, "glm4moe": NO_END}
-"""Templates of trl that cannot be trained on, and why: one opens <think> and then writes answers without it, one has no end token."""
+"""Templates of trl that cannot be trained on, and why: one opens <think> and then writes answers without it,
+one has no end token."""
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
@@ -131,8 +133,7 @@ def test_a_template_that_ends_the_last_turn_in_its_own_way_holds_all_answers_in_
     tokenizer = tokenizer_with(PHI)
     (sequence,) = encode(tokenizer, TWO_TURNS)
     assert shown(tokenizer, sequence) == (
-        "<|user|>\nPflaume?<|end|>\n<|assistant|>\n«Zwetschge!<|end|>»\n<|user|>\nKirsche?<|end|>\n<|assistant|>\n"
-        "«Amarelle!<|end|>\n<|endoftext|>»"
+        "<|user|>\nPflaume?<|end|>\n<|assistant|>\n«Zwetschge!<|end|>»\n<|user|>\nKirsche?<|end|>\n<|assistant|>\n«Amarelle!<|end|>\n<|endoftext|>»"
     )
 
 
@@ -146,8 +147,7 @@ def test_an_answer_whose_thinking_is_dropped_later_is_learnt_in_a_text_of_its_ow
     ]
     whole, first = encode(tokenizer, talk)
     assert shown(tokenizer, whole) == (
-        "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>\n<|im_start|>user\nq2<|im_end|>\n"
-        "<|im_start|>assistant\n«<think>\nr2\n</think>\n\na2<|im_end|>»\n"
+        "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>\n<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n«<think>\nr2\n</think>\n\na2<|im_end|>»\n"
     )
     assert shown(tokenizer, first) == (
         "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n«<think>\nr1\n</think>\n\na1<|im_end|>»\n"

@@ -419,9 +419,10 @@ def test_a_damaged_cache_is_an_error(config: TrainConfig) -> None:
 
 def test_a_killed_writer_leaves_nothing_that_counts(config: TrainConfig) -> None:
     code = (
-        "import sys, time; from multipack.train.data import prepare; from multipack.train.config import TrainConfig\n"
-        "prepare.os.rename = lambda *paths: (print('written', flush=True), time.sleep(60))\n"
-        "prepare.prepare_data(TrainConfig(data=sys.argv[1], dataset_prepared_path=sys.argv[2]))"
+        "import sys, time; from multipack.train.data import prepare; from multipack.train.config import "
+        "TrainConfig\nprepare.os.rename = lambda *paths: (print('written', flush=True), "
+        "time.sleep(60))\nprepare.prepare_data(TrainConfig(data=sys.argv[1], "
+        "dataset_prepared_path=sys.argv[2]))"
     )
     command = [sys.executable, "-c", code, str(config.data), config.dataset_prepared_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
@@ -471,8 +472,9 @@ def test_waiting_has_an_end(config: TrainConfig, tmp_path: Path) -> None:
 def test_processes_share_one_cache(tmp_path: Path) -> None:
     path = jsonl(tmp_path)
     code = (
-        "import sys; from multipack.train.config import TrainConfig; from multipack.train.data.prepare import prepare_data\n"
-        "print(prepare_data(TrainConfig(data=sys.argv[1], dataset_prepared_path=sys.argv[2])))"
+        "import sys; from multipack.train.config import TrainConfig; from multipack.train.data.prepare "
+        "import prepare_data\nprint(prepare_data(TrainConfig(data=sys.argv[1], "
+        "dataset_prepared_path=sys.argv[2])))"
     )
     command = [sys.executable, "-c", code, path, str(tmp_path / "prepared")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

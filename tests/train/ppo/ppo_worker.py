@@ -1,7 +1,8 @@
 """Started by torchrun: PPO runs of a few iterations; rank 0 writes what came out.
 
-argv: output folder, then names of cells; "text" is the configuration in `text.json` of that folder. A cell's result is a dict: the metrics of each iteration, all parameters of the
-networks, and the prompt rows that each rank was asked to reward; or the error of each rank.
+argv: output folder, then names of cells; "text" is the configuration in `text.json` of that folder. A cell's
+result is a dict: the metrics of each iteration, all parameters of the networks, and the prompt rows that each
+rank was asked to reward; or the error of each rank.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def advantages_by_definition(rewards, values, offsets, discount, gae_lambda):
 
 def test_two_responses_by_hand():
     # Response 1, tokens (reward, value) (0, .5), (1, .25); discount .5, gae_lambda .5.
-    # Last surprise 1 - .25 = .75; first 0 + .5 * .25 - .5 = -.375, plus .25 * .75 = -.1875. Response 2: 2 - 1 = 1.
+    # Last surprise 1 - .25 = .75; first 0 + .5 * .25 - .5 = -.375, plus .25 * .75 = -.1875. Response 2: 2 - 1
+    # = 1.
     rewards = np.array([0, 1, 2], np.float32)
     values = np.array([0.5, 0.25, 1], np.float32)
     advantages, returns = generalized_advantages(
@@ -91,7 +92,8 @@ def test_explained_variance():
 
 
 def test_whitening_keeps_small_differences_of_large_advantages():
-    # Less their mean of 16777212 2/3 they are -5/3, 7/3 and -2/3; the variance is 78/27. In 32 bits the mean would be 16777213.
+    # Less their mean of 16777212 2/3 they are -5/3, 7/3 and -2/3; the variance is 78/27. In 32 bits the mean
+    # would be 16777213.
     large = np.array([16777211, 16777215, 16777212], np.float32)
     right = np.array([-5 / 3, 7 / 3, -2 / 3]) / np.sqrt(78 / 27)
     np.testing.assert_allclose(whiten(large), right, atol=1e-6)

@@ -1,4 +1,5 @@
-"""Whole PPO runs: equal on any number of ranks and any ZeRO stage, resumable, never silent about what cannot train."""
+"""Whole PPO runs: equal on any number of ranks and any ZeRO stage, resumable, never silent about what cannot
+train."""
 
 from __future__ import annotations
 
@@ -251,7 +252,8 @@ def test_random_forward_is_found_before_the_first_step(alone, tmp_path, monkeypa
         train(run, alone)
 
 
-# hpcaitech/ColossalAI#5066: buffer of 64, eight ranks; local batches of 8, 16 and 32 are 64, 128 and 256 over all ranks.
+# hpcaitech/ColossalAI#5066: buffer of 64, eight ranks; local batches of 8, 16 and 32 are 64, 128 and 256 over
+# all ranks.
 @pytest.mark.parametrize(("local_batch", "refused"), [(8, None), (16, "64 < 128"), (32, "64 < 256")])
 def test_history_command_on_eight_simulated_ranks(local_batch, refused, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")

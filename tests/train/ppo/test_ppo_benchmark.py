@@ -55,8 +55,9 @@ def test_spellings_of_strategies(benchmark_script, strategy, stage, offload):
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_records_of_a_small_run(benchmark_script, tmp_path, monkeypatch, lora_rank):
     options = (
-        f"--strategy zero2 --num_episodes 2 --num_collect_steps 1 --experience_batch_size 6 --train_batch_size 3 --lora_rank {lora_rank} "
-        "--prompt_tokens 60 --varied_prompts --max_new_tokens 6 --micro_batch_tokens 128 --compare"
+        "--strategy zero2 --num_episodes 2 --num_collect_steps 1 --experience_batch_size 6 "
+        f"--train_batch_size 3 --lora_rank {lora_rank} --prompt_tokens 60 --varied_prompts --max_new_tokens "
+        "6 --micro_batch_tokens 128 --compare"
     )
     monkeypatch.setenv("MULTIPACK_RECORDS", str(tmp_path / "records"))
     benchmark_script.main(options.split())

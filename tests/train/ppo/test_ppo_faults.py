@@ -86,7 +86,8 @@ def test_rewards_that_differ_move_it_and_nothing_is_said(keys, caplog):
 
 
 def test_responses_without_end_are_said_once_and_can_be_penalised(keys, caplog):
-    # Of 262 tokens one is the end: 16 responses of 8 tokens hold it with chance 0.4, these by their seed do not.
+    # Of 262 tokens one is the end: 16 responses of 8 tokens hold it with chance 0.4, these by their seed do
+    # not.
     with caplog.at_level(logging.WARNING):
         history, _ = trained(keys, "equal", num_episodes=2, seed=1)
     plain = [metrics["finished_share"] for metrics in history]
@@ -134,7 +135,8 @@ def test_sample_responses_and_a_held_out_evaluation_are_written(keys, tmp_path):
     evaluations = [line for line in lines if line["kind"] == "eval"]
     assert [line["step"] for line in evaluations] == [0, 2, 4, 6]
     assert {line["num_prompts"] for line in evaluations} == {4}
-    # The reward is the prompt's first token, so the held-out mean is fixed and tells which prompts are held out.
+    # The reward is the prompt's first token, so the held-out mean is fixed and tells which prompts are held
+    # out.
     (held_out_reward,) = {line["reward"] for line in evaluations}
     whole = sum(5 + i % 20 for i in range(16))
     seen = sum(line["reward"] for line in lines if line["kind"] == "ppo" and line["step"] <= 3) * 4

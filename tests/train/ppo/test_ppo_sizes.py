@@ -19,8 +19,9 @@ def sizes(**changes):
     return PPOSizes(**values | changes)
 
 
-# The history's run: 64 experiences over 8 ranks; the local batches that its maintainers and its user tried. A local batch
-# of 8 makes a global one of 64, which one buffer fills exactly once; 16 and 32 never fill and used to train nothing.
+# The history's run: 64 experiences over 8 ranks; the local batches that its maintainers and its user tried. A
+# local batch of 8 makes a global one of 64, which one buffer fills exactly once; 16 and 32 never fill and
+# used to train nothing.
 HISTORY = [(1, 8), (2, 4), (3, 3), (4, 2), (8, 1), (9, None), (16, None), (32, None)]
 
 
@@ -89,8 +90,9 @@ def test_zero_of_anything_is_refused(name):
 
 
 def test_uneven_training_batches_need_no_divisibility():
-    # OpenRLHF#397 asks for an error where 100 sequences do not divide into micro-batches of 2 on 8 ranks (6.25). Here
-    # micro-batches are packed by tokens, and any number of sequences from the number of ranks on is dealt evenly.
+    # OpenRLHF#397 asks for an error where 100 sequences do not divide into micro-batches of 2 on 8 ranks
+    # (6.25). Here micro-batches are packed by tokens, and any number of sequences from the number of ranks on
+    # is dealt evenly.
     assert sizes(rollout_batch_size=128, train_batch_size=100).steps_per_iteration == 2
 
 

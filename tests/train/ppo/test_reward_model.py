@@ -1,4 +1,5 @@
-"""A reward model gives each response the classifier's own score, whatever the policy's tokenizer pads with."""
+"""A reward model gives each response the classifier's own score, whatever the policy's tokenizer pads
+with."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ def test_learning_punishes_divergence_and_whitens(rollouts):
     assert metrics["reward"] == pytest.approx(1.0)
     assert metrics["response_tokens"] == pytest.approx(5 / 3)
     assert metrics["finished_share"] == pytest.approx(2 / 3)
-    # Sampled at -1 nat each, scored at 0, 0, -1, -1, -1: k3 of a token that became likelier by one nat is e - 2.
+    # Sampled at -1 nat each, scored at 0, 0, -1, -1, -1: k3 of a token that became likelier by one nat is e -
+    # 2.
     assert metrics["mismatch_kl"] == pytest.approx(2 * (np.e - 2) / 5)
     assert metrics["mismatch_max"] == 1.0
 

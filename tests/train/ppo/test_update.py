@@ -71,8 +71,8 @@ def test_a_step_of_empty_responses_moves_nothing(engine):
 
 
 def test_first_step_has_the_losses_of_the_definition(engine):
-    # With the weights that sampled: ratio 1, so the policy loss is minus the mean advantage, the value loss half the mean
-    # squared error of the critic, and nothing is clipped.
+    # With the weights that sampled: ratio 1, so the policy loss is minus the mean advantage, the value loss
+    # half the mean squared error of the critic, and nothing is clipped.
     experience = experience_of(engine, [4, 0, 6, 3])
     rows = [0, 1, 2]
     of_rows = slice(0, 10)
@@ -96,7 +96,8 @@ def test_the_learning_rate_is_that_of_the_last_step(engine):
 
 
 def test_the_first_step_follows_the_weighted_objective(engine):
-    # At ratio 1 nothing is clipped: the mean over actions of -advantage * ratio + 0.3 * half the squared error - 0.2 * entropy.
+    # At ratio 1 nothing is clipped: the mean over actions of -advantage * ratio + 0.3 * half the squared
+    # error - 0.2 * entropy.
     experience = experience_of(engine, [4, 6])
     plan = plan_step(
         experience.rollouts.lengths, np.arange(2), micro_batch_tokens=64, num_replicas=1, hidden_size=32

@@ -45,7 +45,8 @@ def test_each_sequence_once_within_capacity_on_equal_ranks(lengths, capacity, ra
 
 
 def test_micro_batches_of_a_round_are_even():
-    # 17 sequences of 6 in bins of 12 need nine bins, so two rounds of 8 ranks: 16 micro-batches, one of which has two.
+    # 17 sequences of 6 in bins of 12 need nine bins, so two rounds of 8 ranks: 16 micro-batches, one of which
+    # has two.
     step = plan([6] * 17, range(17), 12, 8)
     tokens = [[6 * len(rows) for rows in micro_step] for micro_step in step]
     assert sorted(chain.from_iterable(tokens)) == [6] * 15 + [12]
