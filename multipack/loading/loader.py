@@ -211,8 +211,14 @@ class DataLoader(TorchDataLoader[T_co]):
         """Where the newest pass stands, by the batches it yielded, or where the next one begins.
 
         Raises:
-            ValueError: DistributedBatchSampler wraps a sampler that draws its order at random.
+            ValueError: DistributedBatchSampler wraps a sampler that draws its order at random, or worker processes
+                read with in_order=False.
         """
+        if not self.in_order and self.num_workers > 0 and not self._runs_threads:
+            raise ValueError(
+                "in_order=False lets worker processes hand over batches as they finish, so no number says which were "
+                "yielded: resuming would repeat or lose rows. Use in_order=True, or do not save this loader."
+            )
         return self._current_feed().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -410,3 +410,12 @@ def test_a_packed_stream_resumes_with_its_pool() -> None:
     resumed = build(1)
     resumed.load_state_dict(loader.state_dict())
     assert head + keys(resumed) == expected
+
+
+def test_batches_in_any_order_cannot_be_saved() -> None:
+    loader = DataLoader(Rows(8), 2, num_workers=1, in_order=False)
+    assert sorted(numbers(loader)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match="in_order=True"):
+        loader.state_dict()
+    threads = DataLoader(Rows(8), 2, num_workers=1, in_order=False, worker_type="thread")
+    assert threads.state_dict()["batches"] == 0
