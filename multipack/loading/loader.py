@@ -175,7 +175,7 @@ class DataLoader(TorchDataLoader[T_co]):
             stats=self._stats,
             copier=copier,
             listener=AccelerateListener(self),
-            length=self.__len__,
+            loader=self,
         )
 
     @property

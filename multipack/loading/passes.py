@@ -133,7 +133,7 @@ class LoaderIterator(Iterator[Any]):
         stats: of the loader.
         copier: of batches to a device.
         listener: what accelerate is told.
-        length: of the loader.
+        loader: whose iterator this is.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class LoaderIterator(Iterator[Any]):
         stats: LoaderStats,
         copier: DeviceCopier | None,
         listener: AccelerateListener,
-        length: Callable[[], int],
+        loader: Any,
     ) -> None:
         self._feed = feed
         self._open_source = open_source
@@ -152,7 +152,7 @@ class LoaderIterator(Iterator[Any]):
         self._stats = stats
         self._copier = copier
         self._listener = listener
-        self._length = length
+        self._loader = loader
         self._returned_at: float | None = None  # when the last batch was handed out
         self._ahead: Made | None = None  # the batch after the next, if that one had to be looked for
 
@@ -185,7 +185,11 @@ class LoaderIterator(Iterator[Any]):
         return batch
 
     def __len__(self) -> int:
-        return self._length()
+        return len(self._loader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Threads and worker processes stay behind: a copy resumes in a pass of its own, over a copy of the loader.
+        return _resumed, (self._loader,)
 
     @property
     def _workers(self) -> list[Any]:
@@ -223,6 +227,12 @@ class LoaderIterator(Iterator[Any]):
     def _close(self) -> None:
         self._source.close()
         self._listener.ended()
+
+
+def _resumed(loader: Any) -> Iterator[Any]:
+    """A pass over a loader from where it stands."""
+    loader.load_state_dict(loader.state_dict())
+    return iter(loader)
 
 
 def fetch_rows(dataset: Any, collate_fn: Callable[[Any], Any], in_batches: bool, ids: Any) -> Any:

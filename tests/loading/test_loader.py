@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -243,3 +244,12 @@ def test_no_global_generator_is_touched_by_packed_loaders() -> None:
     for way in WAYS:
         list(packed(**way))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_copied_iterator_resumes_where_the_loader_stands() -> None:
+    whole = keys(packed())
+    for way in WAYS:
+        iterator = iter(packed(**way))
+        head = keys([next(iterator), next(iterator)])
+        copied = pickle.loads(pickle.dumps(iterator))
+        assert head + keys(copied) == whole == head + keys(iterator)
