@@ -189,8 +189,19 @@ def opened(what: str) -> tuple[Any, Any]:
     return iterator, source
 
 
-def loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("multipack-loader")]
+_THREADS_BEFORE: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_other_tests() -> None:
+    _THREADS_BEFORE.clear()
+    _THREADS_BEFORE.update(loader_threads())
+
+
+def loader_threads() -> list[threading.Thread]:
+    """Threads that the test itself has started; an error's traceback may keep passes of other tests alive."""
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("multipack-loader")]
+    return [thread for thread in ours if thread not in _THREADS_BEFORE]
 
 
 @pytest.mark.parametrize("what", ["stream", "sampler", "packed stream"])

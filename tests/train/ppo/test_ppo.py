@@ -287,7 +287,7 @@ def test_history_command_on_eight_simulated_ranks(local_batch, refused, tmp_path
         ),
         (
             {"overrides_of_model_config": {"max_position_embeddings": 27}},
-            "28 but the small Llama has 27 positions",
+            "28 tokens but the small Llama has 27 positions",
         ),
         ({"resume_from_checkpoint": "last"}, "has no checkpoint"),
         ({"rollout_batch_size": 3}, "3 < 8"),
