@@ -144,10 +144,10 @@ class TorchPass:
         self._batches._shutdown_workers()  # type: ignore[attr-defined]  # torch's iterator
 
     def dropped(self) -> None:
-        """End the workers: an error's traceback may have kept the iterator alive until a garbage collection,
-        which torch would not survive quickly. It waits 5 s for each worker whose queue was collected before
-        it."""
-        self.close()
+        """End the workers: an error's traceback may have kept the iterator alive until a garbage collection, in
+        which torch waits 5 s for each worker whose queue was collected before it."""
+        with contextlib.suppress(RuntimeError):  # torch says so wherever it is when a worker was killed
+            self.close()
 
     def _check_complete(self, stop: StopIteration) -> None:
         """Ids without a batch: this is no end, but what a row or collator raised, which torch raises again
