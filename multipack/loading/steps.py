@@ -79,23 +79,31 @@ def optimizer_steps(loader: DataLoader[dict[str, Any]]) -> Iterator[OptimizerSte
         )
     batches = iter(loader)
     while micro_batches := list(islice(batches, sampler.accumulate)):
-        targets = sum(batch["num_target_tokens"] for batch in micro_batches)
-        if sampler.num_replicas > 1:
-            targets = _sum_over_ranks(targets)
+        shares = sampler.num_replicas
+        targets = _sum_over_shares(sum(batch["num_target_tokens"] for batch in micro_batches), shares)
         weights = None
         if "sum_loss_weights" in micro_batches[0]:
             weights = math.fsum(batch["sum_loss_weights"] for batch in micro_batches)
-            if sampler.num_replicas > 1:
-                weights = _sum_over_ranks(weights)
-        yield OptimizerStep(micro_batches, max(1, targets), sampler.num_replicas, weights)
+            weights = _sum_over_shares(weights, shares)
+        yield OptimizerStep(micro_batches, max(1, targets), shares, weights)
         del micro_batches  # its memory is free while the next step is waited for
 
 
-def _sum_over_ranks(count: _Number) -> _Number:
+def _sum_over_shares(count: _Number, num_replicas: int) -> _Number:
+    """Sum over the shares of the data. Ranks that compute one replica together hold the same share, which counts
+    once."""
+    if num_replicas == 1:
+        return count
     if not dist.is_initialized():
         raise RuntimeError(
             "several ranks share an optimizer step, so they add up its target tokens, but there is no "
             "process group. Call torch.distributed.init_process_group first."
+        )
+    copies, rest = divmod(dist.get_world_size(), num_replicas)
+    if rest or not copies:
+        raise RuntimeError(
+            f"{dist.get_world_size()} ranks cannot hold {num_replicas} shares of the data equally often, so the "
+            "target tokens of a step cannot be added up. Build the sampler with mesh= or group= of these ranks."
         )
     device = torch.device("cpu")
     if dist.get_backend() == "nccl":
@@ -103,4 +111,4 @@ def _sum_over_ranks(count: _Number) -> _Number:
     dtype = torch.int64 if isinstance(count, int) else torch.float64
     total = torch.tensor(count, dtype=dtype, device=device)
     dist.all_reduce(total)
-    return type(count)(total.item())
+    return type(count)(total.item() // copies if isinstance(count, int) else total.item() / copies)

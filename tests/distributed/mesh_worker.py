@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import ParallelismConfig
 
-from multipack import StreamPacker, TokenDataset, packed_dataloader
+from multipack import StreamPacker, TokenDataset, optimizer_steps, packed_dataloader
 from multipack.train.process import leave_process_group
 
 NUM_ROWS = 203
@@ -50,6 +50,17 @@ def main(folder: Path) -> None:
     AcceleratorState._shared_state["parallelism_config"] = None
     answer["mesh"] = refusal(lambda: packed_dataloader(rows, **options))
     answer["stream_undeclared"] = refusal(lambda: StreamPacker([], 64))
+
+    loader = packed_dataloader(rows, mesh=mesh["dp_shard"], accumulate=3, loss_weights="tokens", **options)
+    answer["steps"] = [
+        [
+            step.num_target_tokens,
+            step.sum_loss_weights,
+            step.num_replicas,
+            sum(batch["num_target_tokens"] for batch in step),
+        ]
+        for step in optimizer_steps(loader)
+    ]
 
     loader = packed_dataloader(rows, group=mesh["dp_shard"].get_group(), **options)
     answer["len"] = len(loader)

@@ -28,6 +28,10 @@ def test_ranks_of_one_replica_get_the_same_batches(tmp_path):
         assert answers[0][key] != answers[2][key]
     assert sorted(flat(answers[0]["prepared"][0]) + flat(answers[2]["prepared"][0])) == list(range(NUM_ROWS))
     assert sorted(flat(answers[0]["stream"]) + flat(answers[2]["stream"])) == list(range(21))
+    # Targets of a step are those of both replicas, each counted once however many ranks compute it.
+    for step, other in zip(answers[0]["steps"], answers[2]["steps"], strict=True):
+        targets = step[3] + other[3]
+        assert step[:3] == other[:3] == [targets, targets, 2]
     assert len({answer["len"] for answer in answers}) == 1
     assert len({json.dumps(answer["state"]) for answer in answers}) == 1
     before = flat(answers[0]["before"]) + flat(answers[2]["before"])
