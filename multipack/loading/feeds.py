@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from multipack.order.batch import BatchIndices
+from multipack.order.batch import BatchIndices, Place
 from multipack.order.cursor import Cursor
 from multipack.order.sampler import DistributedBatchSampler, MultipackBatchSampler
 
@@ -74,8 +74,8 @@ class SamplerFeed:
             batches = self._ahead(batches)
         return Pass(number, ((ids, ids.after) for ids in batches))
 
-    def is_last(self, mark: Any) -> bool:
-        return bool(mark.batches == mark.micro_steps == 0)
+    def is_last(self, mark: Place) -> bool:
+        return mark.starts_epoch
 
     def ended(self, number: int) -> None:
         pass  # the last mark said so

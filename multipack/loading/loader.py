@@ -6,6 +6,7 @@ framework that rebuilds a plain torch DataLoader from those three gets the same 
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Sized
@@ -27,7 +28,7 @@ from multipack.frameworks import (
 )
 from multipack.loading.device import DeviceCopier, DeviceLike, device_copier
 from multipack.loading.feeds import Feed, SamplerFeed
-from multipack.loading.passes import LoaderIterator, Maker, Source, ThreadPass, row_fetcher
+from multipack.loading.passes import LoaderIterator, Maker, Source, ThreadPass, fetch_rows
 from multipack.loading.stats import LoaderStats
 from multipack.loading.streams import StreamFeed, is_own_stream, is_stream
 from multipack.loading.torch_samplers import TorchSamplerFeed, draw_worker_seed, tell_epoch
@@ -307,12 +308,14 @@ class DataLoader(TorchDataLoader[T_co]):
             return self._open_torch(feed, copier)
         fetch = self.collate_fn
         if not reads_stream:
-            fetch = row_fetcher(self.dataset, self.collate_fn, self._auto_collation)
+            fetch = functools.partial(fetch_rows, self.dataset, self.collate_fn, self._auto_collation)
         elif isinstance(feed, StreamFeed) and isinstance(feed.rows, TorchDataLoader):
             feed.rows._IterableDataset_len_called = self._IterableDataset_len_called  # for torch's warning
+        draws = self._draws_worker_seed(feed)
         return ThreadPass(
             feed,
-            None if self._is_ours or reads_stream else self._worker_seed_drawer(feed),
+            draw=(lambda: draw_worker_seed(self.generator)) if draws and not reads_stream else None,
+            takes_first=not (self._is_ours or reads_stream),
             depth=self._depth,
             threads=max(1, self._num_threads),
             map=Maker(fetch, self._pinning_device(), copier),
@@ -320,12 +323,11 @@ class DataLoader(TorchDataLoader[T_co]):
             name="multipack-loader",
         )
 
-    def _worker_seed_drawer(self, feed: Feed) -> Callable[[], None]:
-        """Draws what torch's loader draws as a pass begins; of a pass that is resumed it was drawn then,
-        unless a generator is replayed."""
-        if isinstance(feed, TorchSamplerFeed) and feed.resumes and self.generator is None:
-            return lambda: None
-        return lambda: draw_worker_seed(self.generator)
+    def _draws_worker_seed(self, feed: Feed) -> bool:
+        """Whether a pass draws a seed from torch's generators, as torch's loader does for its workers: never over
+        our own parts, and not where a pass is resumed that has drawn it, unless a generator is replayed."""
+        drawn = isinstance(feed, TorchSamplerFeed) and feed.resumes and self.generator is None
+        return not (self._is_ours or drawn)
 
     def _open_torch(self, feed: Feed, copier: DeviceCopier | None) -> TorchPass:
         if self._recorder is None or self._recorder.feed is not feed:
@@ -334,8 +336,7 @@ class DataLoader(TorchDataLoader[T_co]):
             self._recorder,
             super().__iter__,
             Maker(self.collate_fn, None, copier).finish,
-            draws=not self._is_ours,
-            generator=self.generator,
+            draws=self._draws_worker_seed(feed),
             workers=self.num_workers,
             keeps_workers=self.persistent_workers,
         )

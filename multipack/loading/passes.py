@@ -6,7 +6,6 @@ as a batch is yielded.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -89,17 +88,17 @@ class Source(Protocol):
 class ThreadPass:
     """One pass by our own threads, or in the consumer's where the queue has depth 0."""
 
-    def __init__(self, feed: Feed, draw: Callable[[], None] | None, **prefetcher: Any) -> None:
-        """`draw` is called once the pass is open, and the first item is taken now; with None the threads take
-        it."""
+    def __init__(
+        self, feed: Feed, *, draw: Callable[[], None] | None, takes_first: bool, **prefetcher: Any
+    ) -> None:
+        """`draw` is called once the pass is open; `takes_first`: the first item is taken now, not by a thread."""
         self.number, items = feed.open()
         if draw is not None:
             draw()
-        if draw is not None:
+        if takes_first:
             items = _with_first_taken(items)
-        source = (
-            _Once(items) if prefetcher["depth"] else items
-        )  # without threads the caller's objects stay the caller's
+        # Without threads the caller's objects stay the caller's.
+        source = _Once(items) if prefetcher["depth"] else items
         self._made: PrefetchIterator[Made] = iter(Prefetcher(source, **prefetcher))
 
     @property
@@ -169,7 +168,7 @@ class LoaderIterator(Iterator[Any]):
             made, is_last = self._take()
         except StopIteration:
             self._feed.ended(self._source.number)
-            self._close()
+            self.close()
             raise
         batch = made.batch
         if self._copier is not None and isinstance(batch, InFlight):
@@ -198,7 +197,8 @@ class LoaderIterator(Iterator[Any]):
 
     def close(self) -> None:
         """End the threads or workers of this pass, and wait for them up to a second."""
-        self._close()
+        self._source.close()
+        self._listener.ended()
 
     def __enter__(self) -> Self:
         return self
@@ -224,10 +224,6 @@ class LoaderIterator(Iterator[Any]):
             is_last = self._ahead is None
         return made, is_last
 
-    def _close(self) -> None:
-        self._source.close()
-        self._listener.ended()
-
 
 def _resumed(loader: Any) -> Iterator[Any]:
     """A pass over a loader from where it stands."""
@@ -241,11 +237,6 @@ def fetch_rows(dataset: Any, collate_fn: Callable[[Any], Any], in_batches: bool,
         return collate_fn(dataset[ids])
     get_many = getattr(dataset, "__getitems__", None)
     return collate_fn(get_many(ids) if get_many else [dataset[i] for i in ids])
-
-
-def row_fetcher(dataset: Any, collate_fn: Callable[[Any], Any], in_batches: bool) -> Callable[[Any], Any]:
-    """`fetch_rows` of a loader."""
-    return functools.partial(fetch_rows, dataset, collate_fn, in_batches)
 
 
 class _Once:

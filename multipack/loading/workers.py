@@ -18,7 +18,6 @@ import torch
 from multipack.loading.feeds import Feed
 from multipack.loading.passes import Made
 from multipack.loading.streams import StreamFeed, StreamMark
-from multipack.loading.torch_samplers import TorchSamplerFeed
 
 
 class Recorder:
@@ -57,7 +56,6 @@ class TorchPass:
         make_iterator: torch's `DataLoader.__iter__`.
         finish: (batch, ids, mark) -> what the loader yields.
         draws: the pass draws its workers' seed as torch does; else no global generator is touched.
-        generator: of the loader.
         workers: number of worker processes.
         keeps_workers: they persist.
     """
@@ -71,7 +69,6 @@ class TorchPass:
         finish: Callable[[Any, Any, Any], Made],
         *,
         draws: bool,
-        generator: torch.Generator | None,
         workers: int,
         keeps_workers: bool,
     ) -> None:
@@ -85,9 +82,7 @@ class TorchPass:
         """Wall seconds spent on the batches so far where the consumer makes them itself; those of processes
         are unknown."""
         feed = recorder.feed
-        resumes = isinstance(feed, TorchSamplerFeed) and feed.resumes and generator is None
-        # A pass that is resumed has drawn its workers' seed.
-        with contextlib.nullcontext() if draws and not resumes else _undrawn():
+        with contextlib.nullcontext() if draws else _undrawn():
             if isinstance(feed, StreamFeed):
                 recorder.number, start = feed.begin_in(workers)
                 self._batches = make_iterator()

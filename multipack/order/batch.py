@@ -20,6 +20,11 @@ class Place:
     micro_steps: int = 0
     """Micro-steps of it that were taken; 0 unless batches are balanced inside a step."""
 
+    @property
+    def starts_epoch(self) -> bool:
+        """Whether nothing of the epoch was consumed: a batch with this mark was the last of the one before."""
+        return self.batches == self.micro_steps == 0
+
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
@@ -93,7 +98,7 @@ class BatchIndices(list[int]):
     @property
     def ends_epoch(self) -> bool:
         """Whether this is its rank's last batch of an epoch."""
-        return self.after is not None and self.after.batches == self.after.micro_steps == 0
+        return self.after is not None and self.after.starts_epoch
 
     def as_repeat(self) -> BatchIndices:
         """The same rows, marked so that they count for nothing."""
