@@ -301,11 +301,8 @@ class _Work:
             except StopIteration:
                 self.exhausted = True
                 return _Outcome(index, is_end=True)
-            except Exception as error:  # noqa: BLE001  (the consumer raises it)
-                return _Outcome(index, error=error)
             except BaseException as error:  # noqa: BLE001  (the consumer raises it)
-                self.exhausted = True
-                return _Outcome(index, error=error, is_final=True)
+                return self._failed(index, error)
         try:
             batch = item if self.map is None else self.map(item)
         except StopIteration as error:
@@ -315,12 +312,15 @@ class _Work:
             )
             wrong.__cause__ = error
             return _Outcome(index, error=wrong)
-        except Exception as error:  # noqa: BLE001  (the consumer raises it)
-            return _Outcome(index, error=error)
         except BaseException as error:  # noqa: BLE001  (the consumer raises it)
-            self.exhausted = True
-            return _Outcome(index, error=error, is_final=True)
+            return self._failed(index, error)
         return _Outcome(index, batch, seconds=perf_counter() - started)
+
+    def _failed(self, index: int, error: BaseException) -> _Outcome:
+        """What an item became that raised: only what is no Exception, such as Ctrl-C, ends the pass."""
+        is_final = not isinstance(error, Exception)
+        self.exhausted = self.exhausted or is_final
+        return _Outcome(index, error=error, is_final=is_final)
 
     def fail(self, error: BaseException) -> None:
         """Put an error that belongs to no item where the next item would have come."""
